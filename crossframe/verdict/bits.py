@@ -18,12 +18,13 @@ from typing import Any
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import STATE, UPDATE
+from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, OPTIMIZER_KERNEL, PROGRAM, SOURCE
 from crossframe.shown import shown
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.measure.walk import walk
@@ -67,6 +68,13 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
         )
     if objection is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
         objection = "gradients were recorded after clipping in one of them and before it in the other"
+    if (
+        objection is None
+        and first.phase != PARAMETERS
+        and first.kind != ACTIVATION
+        and scaled_on_one_side(pair, first.step)
+    ):
+        objection = "one of them multiplies its loss and divides its gradients"
     if objection is None:
         objection = operator_difference(pair, first)
     if objection is not None:

@@ -34,6 +34,7 @@ from crossframe.verdict.measure.comparable import (
 )
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
+from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
@@ -253,4 +254,8 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)
+            break
+    for step in pair.steps:
+        if (scaled := scaled_on_one_side(pair, step)) is not None:
+            yield scaled.describe(names, step)
             return

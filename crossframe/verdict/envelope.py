@@ -262,18 +262,20 @@ class Envelope:
 
     def __init__(
         self,
-        spreads: Sequence[Spread],
+        spreads: Sequence[tuple[int, Spread]],
         noise: tuple[str, ...] = (),
         implied: Implied | None = None,
         finer: Spread | None = None,
     ) -> None:
         """
         Args:
+            spreads: (0 or 1, the spread of a or b).
             noise: parameters whose gradients are not judged.
             implied: additional rounding of the coarser dtype, if the dtypes differ.
             finer: the spread of the finer run, if the dtypes differ and it has perturbed runs.
         """
-        self.spreads, self.noise, self._implied, self._finer = tuple(spreads), noise, implied, finer
+        self._sides, self.spreads = tuple(side for side, _ in spreads), tuple(spread for _, spread in spreads)
+        self.noise, self._implied, self._finer = noise, implied, finer
         self._steady = Steady(self._limit)
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
@@ -291,7 +293,7 @@ class Envelope:
         if pair.coarser is not None:
             implied = Implied(pair)
             finer = known_spread((pair.a, pair.b)[1 - pair.coarser], sketched=pair.sketched)
-        return cls([spread for _, spread in found], _noise(pair, found), implied, finer)
+        return cls(found, _noise(pair, found), implied, finer)
 
     def limit(self, quantity: Quantity) -> float:
         """The largest allowed norm(a - b); inf if the perturbed runs did not record the quantity."""
@@ -312,12 +314,15 @@ class Envelope:
         # The larger limit: one framework may round more often than the other's perturbed runs show.
         implied = self._implied
         more = implied.times_spread(quantity) if implied else 0.0
-        limits = [limit for spread in self.spreads if (limit := spread.limit(quantity, more)) is not None]
+        both = zip(self._sides, self.spreads, strict=True)
+        found = ((side, spread.limit(quantity, more)) for side, spread in both)
+        # A spread is measured in what its run recorded.
+        limits = [limit * quantity.by[side] for side, limit in found if limit is not None]
         if not limits:
             return None
         if implied and implied.unused(quantity):
             return math.inf
-        return max(limits) * quantity.unclipped_by + (implied.casts(quantity) if implied else 0.0)
+        return max(limits) + (implied.casts(quantity) if implied else 0.0)
 
     def _judge_one(self, quantity: Quantity, limit: float) -> Judgement:
         """Judge one quantity by its limit, relative to the quantity's scale."""
@@ -365,7 +370,7 @@ class Envelope:
 
     def describe(self) -> str:
         """
-        >>> Envelope([Spread("torch", 4, {}, {}, {})]).describe()
+        >>> Envelope([(0, Spread("torch", 4, {}, {}, {}))]).describe()
         '4 perturbed runs of torch'
         """
         return " and ".join(f"{spread.num_runs} perturbed runs of {spread.run}" for spread in self.spreads)

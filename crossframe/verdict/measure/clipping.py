@@ -6,16 +6,14 @@ so it then records the clipped gradients. In this case the gradients of one reco
 c) times the gradient's weight in the momentum. Agreement to better than half of this distinguishes the two cases.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.recording.lines import REDUCE, STATE, UPDATE
-from crossframe.recording.sketch import Sketch
-from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.metrics import distance, norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.values import assemble
 
 # torch's names of the optimizer state entries that are linear in the gradient.
@@ -37,14 +35,10 @@ class Clipped:
     side: int
     factor: float
 
-    def undone(self, quantity: Quantity) -> Quantity:
-        """The quantity with the clipping undone."""
-        grow = 1 / self.factor
-        a, b = (_times(side, grow if i == self.side else 1.0) for i, side in enumerate((quantity.a, quantity.b)))
-        sketches = quantity.sketches
-        if sketches is not None:
-            sketches = tuple(_sketch_times(s, grow if i == self.side else 1.0) for i, s in enumerate(sketches))
-        return replace(quantity, a=a, b=b, sketches=sketches, unclipped_by=grow)
+    @property
+    def undone(self) -> tuple[float, float]:
+        """What to multiply gradients of a and of b by."""
+        return (1.0, 1 / self.factor) if self.side else (1 / self.factor, 1.0)
 
     def describe(self, names: tuple[str, str], step: int) -> str:
         return (
@@ -91,9 +85,7 @@ def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]]
             names.append(name)
     if not names:
         return None
-    order = np.argsort(factors)
-    half = np.searchsorted(np.cumsum(np.array(weights)[order]), sum(weights) / 2)
-    factor = factors[order[half]]
+    factor = weighted_median(factors, weights)
     if not 0 < factor < 1:
         return None
     agree = []
@@ -144,16 +136,3 @@ def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[
         return none
     start = np.asarray(before, np.float64).reshape(-1)
     return np.asarray(after, np.float64).reshape(-1) - start, start
-
-
-def _times(array: np.ndarray, factor: float) -> np.ndarray:
-    return array if factor == 1.0 else (np.asarray(array, np.float64) * factor).astype(array.dtype)
-
-
-def _sketch_times(sketch: Sketch, factor: float) -> Sketch:
-    """The sketch of scaled elements, with a fingerprint that equals no other."""
-    if factor == 1.0:
-        return sketch
-    return replace(
-        sketch, sums=sketch.sums * factor, squares=sketch.squares * factor**2, fingerprint=sketch.fingerprint ^ 1
-    )

@@ -1,6 +1,7 @@
 """Norms, distances and scales. All arithmetic is float64, whatever the dtype of the recordings."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -77,3 +78,14 @@ def gradient_scale(size: float, noise_scale: float) -> float:
 def root_mean_square(norms: float, numel: int) -> float:
     """norm / sqrt(numel); 0 without elements."""
     return norms / math.sqrt(numel) if numel else 0.0
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The value at which half of the weight is reached, in increasing order.
+
+    >>> weighted_median([3.0, 1.0, 2.0], [1.0, 1.0, 4.0])
+    2.0
+    """
+    order = np.argsort(values)
+    half = np.searchsorted(np.cumsum(np.asarray(weights)[order]), sum(weights) / 2)
+    return float(values[order[half]])

@@ -34,8 +34,8 @@ class Quantity:
         sketches: of both sides, if not both have elements.
         within: "" for a comparison of both recordings; "a" or "b" for a check within one recording, where a is the value of the
             shards and b the gathered value.
-        unclipped_by: the factor by which one side was multiplied to undo clipping (`crossframe.verdict.measure.clipping`), and
-            its rounding with it.
+        by: the factors by which a and b were multiplied to undo clipping (`crossframe.verdict.measure.clipping`) or a scale of
+            the loss (`crossframe.verdict.measure.loss_scale`), and their rounding with them.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Quantity:
     use: str = ""
     sketches: tuple[Sketch, Sketch] | None = None
     within: str = ""
-    unclipped_by: float = 1.0
+    by: tuple[float, float] = (1.0, 1.0)
 
     @property
     def kind(self) -> str:
@@ -98,6 +98,17 @@ class Quantity:
     def with_scale(self, scale: float) -> "Quantity":
         return replace(self, scale=scale)
 
+    def times(self, a: float, b: float) -> "Quantity":
+        """The quantity with its sides multiplied by these factors, and the same scale.
+
+        >>> one = Quantity(0, "norm", "grad_norm", "", "", 0, 0, np.ones(1), np.ones(1), 1.0, None)
+        >>> one.times(1.0, 0.5).b.tolist()
+        [0.5]
+        """
+        sketches = self.sketches and (_sketch_times(self.sketches[0], a), _sketch_times(self.sketches[1], b))
+        first, second = _times(self.a, a), _times(self.b, b)
+        return replace(self, a=first, b=second, sketches=sketches, by=(a * self.by[0], b * self.by[1]))
+
     @property
     def typical(self) -> float:
         return self.norms[0] / math.sqrt(max(self.numel, 1))
@@ -107,3 +118,16 @@ def finite(array: np.ndarray) -> np.ndarray:
     """A float64 copy with 0 for elements that are not finite; these are judged separately and would make scales infinite."""
     array = np.asarray(array, np.float64)
     return np.where(np.isfinite(array), array, 0.0)
+
+
+def _times(array: np.ndarray, factor: float) -> np.ndarray:
+    return array if factor == 1.0 else (np.asarray(array, np.float64) * factor).astype(array.dtype)
+
+
+def _sketch_times(sketch: Sketch, factor: float) -> Sketch:
+    """The sketch of scaled elements, with a fingerprint that equals no other."""
+    if factor == 1.0:
+        return sketch
+    return replace(
+        sketch, sums=sketch.sums * factor, squares=sketch.squares * factor**2, fingerprint=sketch.fingerprint ^ 1
+    )

@@ -32,6 +32,7 @@ from crossframe.verdict.measure.aligned import At, aligned
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
@@ -277,26 +278,23 @@ def _losses(pair: Pair, step: int) -> Group:
     ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if alone else [None]
     if not alone:
         rows = [np.array([row.mean()]) for row in rows]
-    return [
-        _quantity(
-            pair,
-            step,
-            FORWARD,
-            "loss",
-            "",
-            _numbers(rows[0][i], rows[1][i]),
-            scale=abs(float(rows[0][i])),
-            bound=pair.bounds.loss,
-            rank=rank,
-        )
-        for i, rank in enumerate(ranks)
-    ]
+    scaled = scaled_on_one_side(pair, step)
+    group = []
+    for i, rank in enumerate(ranks):
+        sides = _numbers(rows[0][i], rows[1][i])
+        made = _quantity(pair, step, FORWARD, "loss", "", sides, bound=pair.bounds.loss, rank=rank)
+        if scaled and scaled.in_loss:
+            made = made.times(*scaled.undone)
+        group.append(made.with_scale(abs(float(made.a[0]))))
+    return group
 
 
 def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
     ranks, names = range(pair.a.manifest.world_size), pair.names(backward=True)
     if any(not any(r.has(BACKWARD, step, name) for name in names) for r in (pair.a, pair.b)):
         return  # one side recorded none at this step because its dense window is shorter
+    scaled = scaled_on_one_side(pair, step)
+    by = scaled.undone if scaled else (1.0, 1.0)
     typical = [pair.typical_local(step, rank) for rank in ranks]
     for name in names:
         if not any(recording.has(BACKWARD, step, name) for recording in (pair.a, pair.b)):
@@ -304,7 +302,7 @@ def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
         group = []
         for rank in ranks:
             sides = pair.rank_values(BACKWARD, step, rank, name)
-            group.append(_gradient(pair, step, BACKWARD, "backward", name, sides, typical[rank], rank, 0))
+            group.append(_gradient(pair, step, BACKWARD, "backward", name, sides, typical[rank], rank, 0, by))
         yield group
 
 
@@ -318,13 +316,16 @@ def _gradient(
     typical: float,
     rank: int | None,
     replica: int,
+    by: tuple[float, float],
 ) -> Quantity:
     """A gradient, scaled by its norm but at least by the noise scale.
 
     Args:
-        typical: the root mean square over all gradients of the rank or step.
+        typical: the root mean square over all gradients of the rank or step, as a recorded them.
+        by: the factors by which a and b are multiplied.
     """
     made = _quantity(pair, step, phase, event, name, sides, bound=pair.bounds.parameter, rank=rank, replica=replica)
+    made, typical = made.times(*by), by[0] * typical
     return made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
 
 
@@ -334,18 +335,15 @@ def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
     if any(not any(r.has(REDUCE, step, name) for name in names) for r in (pair.a, pair.b)):
         return
     clipped = clipped_on_one_side(pair, step)
-    typical = pair.sizes[1 - clipped.side if clipped else 0].typical[step]
+    by = clipped.undone if clipped else (1.0, 1.0)
+    typical = pair.sizes[0].typical[step]
     for name in names:
         if not any(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
             continue
         group = []
         for replicas in pair.replicas:
             sides = pair.assemble(REDUCE, step, name, replicas)
-            made = _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1])
-            if clipped:
-                made = clipped.undone(made)
-                made = made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
-            group.append(made)
+            group.append(_gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1], by))
         yield group
 
 

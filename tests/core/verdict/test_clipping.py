@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording import RecordingWriter
-from crossframe.recording.lines import REDUCE, STATE
+from crossframe.recording.lines import REDUCE, STATE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers.faulty import CLIP, Faults, record
 
@@ -59,3 +59,27 @@ def test_clipping_by_hand_is_known_beside_parameters_without_moments(tmp_path, m
     for pair in ((a, b), (b, a)):
         found = compare(*pair)
         assert found.verdict is Verdict.ROUNDING, found.reason
+
+
+@pytest.mark.parametrize("measured", [0, 1], ids=["before", "after"])
+def test_perturbed_runs_measure_before_or_after_clipping_as_their_run(tmp_path, measured):
+    """Clipping divides gradients by 500 here: limits of gradients before it would be 500 times too large after it."""
+
+    def mean(step, name, grads, old):
+        factor = 1 + 1e-4 * (name == "norm.bias")
+        return factor * np.mean([grad[name].astype(float) for grad in grads], axis=0)
+
+    small, right = CLIP / 100, Faults(by_hand=CLIP / 100)
+    for faults, verdict in ((right, Verdict.ROUNDING), (Faults(by_hand=small, mean=mean), Verdict.BUG)):
+        folder = tmp_path / verdict.value
+        runs = [
+            record(folder / "a", dtype="float32", clip=small),
+            record(folder / "b", faults, noise=1, dtype="float32", clip=small),
+        ]
+        for i in range(1, 5):
+            own = (None, faults)[measured]
+            record(runs[measured].directory / perturbed_run_folder(i), own, noise=1 + i, dtype="float32", clip=small)
+        for pair in (runs, runs[::-1]):
+            found = compare(*pair)
+            assert found.verdict is verdict, found.reason
+            assert found.first_divergence is None or found.first_divergence.phase == REDUCE

@@ -1,0 +1,129 @@
+"""Detects a loop that multiplies its loss by a factor and divides its gradients by it before the optimizer steps.
+
+A recorder takes the scale of torch's GradScaler out of losses and local gradients. It cannot see a factor that a loop applies
+itself. In this case the local gradients of one recording are those of the other times one factor, on all ranks and for all
+parameters, and so are the losses, unless the loop gives the recorder the loss without the factor. The reduced gradients, which
+the optimizer uses, agree. A loss that is multiplied without dividing the gradients multiplies the reduced gradients too. Updates
+do not distinguish the two cases, because Adam's do not depend on a factor of the gradients.
+
+The factor only brings both recordings to the same units. Every quantity is then judged by its own bound, so a wrong loss or
+gradient on one rank or of one parameter is found. Factors below two are never attributed to a scale: the difference may be small
+enough for reduced gradients to agree within the rounding of a coarse dtype although the optimizer receives wrong ones.
+"""
+
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from crossframe.recording.lines import BACKWARD, REDUCE
+from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.metrics import weighted_median
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.values import Sides
+
+_LEAST = 2.0
+"""The smallest factor that is attributed to a scale."""
+_NEAR = 0.01
+"""The largest relative distance from a power of two that is attributed to rounding, even in coarse dtypes."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One recording has local gradients of a multiplied loss.
+
+    Attributes:
+        side: the recording with the larger ones, 0 for a and 1 for b.
+        factor: the factor, at least 2. A power of two is exact.
+        in_loss: whether its recorded losses have the factor too.
+    """
+
+    side: int
+    factor: float
+    in_loss: bool
+
+    @property
+    def undone(self) -> tuple[float, float]:
+        """What to multiply values of a and of b by."""
+        return (1.0, 1 / self.factor) if self.side else (1 / self.factor, 1.0)
+
+    def describe(self, names: tuple[str, str], step: int) -> str:
+        what = "losses and local gradients are" if self.in_loss else "local gradients are"
+        return (
+            f"from step {step} on, {names[self.side]} multiplies its loss by {self.factor:.6g} and divides its gradients before "
+            f"the optimizer's step; {what} compared without the factor"
+        )
+
+
+_KNOWN: "WeakKeyDictionary[Pair, dict[int, Scaled | None]]" = WeakKeyDictionary()
+
+
+def scaled_on_one_side(pair: Pair, step: int) -> Scaled | None:
+    """The recording that alone multiplies its loss, according to the last step up to this one with local gradients; None if there
+    is none."""
+    known = _KNOWN.setdefault(pair, {})
+    dense = next((s for s in reversed(pair.steps) if s <= step and _has_local_grads(pair, s)), None)
+    if dense is None:
+        return None
+    if dense not in known:
+        known[dense] = _scaled_at(pair, dense)
+    return known[dense]
+
+
+def _has_local_grads(pair: Pair, step: int) -> bool:
+    return pair.same_world and all(any(r.has(BACKWARD, step, n) for n in pair.names()) for r in (pair.a, pair.b))
+
+
+def _scaled_at(pair: Pair, step: int) -> Scaled | None:
+    ranks = range(pair.a.manifest.world_size)
+    names = [name for name in pair.names() if all(r.has(BACKWARD, step, name) for r in (pair.a, pair.b))]
+    # Most runs do not scale their loss, so one parameter is read first.
+    largest = max(names, key=lambda name: pair.a.manifest.params[name].numel, default="")
+    factor = 1.0
+    for some in ([largest] if names else [], names):
+        factors, weights = _factors([pair.rank_values(BACKWARD, step, rank, name) for name in some for rank in ranks])
+        factor = weighted_median(factors, weights) if factors else 0.0
+        if factor <= 0 or max(factor, 1 / factor) < _LEAST * (1 - _NEAR):
+            return None
+        # A single wrong gradient can have most of the weight.
+        if 2 * sum(_is_nearer(each, factor, 1.0) for each in factors) <= len(factors):
+            return None
+    given = _factors(_given(pair, step))
+    if not given[0] or not _is_nearer(weighted_median(*given), 1.0, factor):
+        return None
+    power = 2.0 ** round(math.log2(factor))
+    if abs(factor / power - 1) <= min(pair.bounds.parameter, _NEAR):
+        factor = power
+    sizes = [float(np.abs(losses[step]).mean()) for losses in pair.losses]
+    in_loss = 0 < sizes[0] < math.inf and _is_nearer(sizes[1] / sizes[0], factor, 1.0)
+    return Scaled(int(factor > 1), max(factor, 1 / factor), in_loss)
+
+
+def _given(pair: Pair, step: int) -> list[Sides]:
+    """The gradients that the optimizers use, both before clipping."""
+    clipped = clipped_on_one_side(pair, step)
+    by = (1.0, 1.0) if clipped is None else clipped.undone
+    found = []
+    for name in pair.names():
+        if all(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
+            a, b, _ = pair.assemble(REDUCE, step, name, (0, 0))
+            found.append((by[0] * np.asarray(a, np.float64), by[1] * np.asarray(b, np.float64), None))
+    return found
+
+
+def _factors(pairs: list[Sides]) -> tuple[list[float], list[float]]:
+    """The factor between each gradient of a and b, and its weight: the square of the smaller one."""
+    factors, weights = [], []
+    for a, b, _ in pairs:
+        x, y = (np.asarray(side, np.float64).reshape(-1) for side in (a, b))
+        square, product, weight = float(x @ x), float(x @ y), float(min(x @ x, y @ y))
+        if weight > 0 and math.isfinite(product) and math.isfinite(square):
+            factors.append(product / square)
+            weights.append(weight)
+    return factors, weights
+
+
+def _is_nearer(factor: float, here: float, there: float) -> bool:
+    """Whether a factor is nearer to one factor than to another, as a ratio."""
+    return 0 < factor < math.inf and abs(math.log(factor / here)) < abs(math.log(factor / there))

@@ -1,0 +1,104 @@
+"""A loop that scales its loss and divides its gradients by hand differs in neither from one that uses a scaler."""
+
+import numpy as np
+import pytest
+
+from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers import synthetic
+from tests.core.helpers.faulty import Faults, record
+
+SCALE = 4096.0
+
+
+def scaled(by=SCALE, *, divided_by=None, loss=None, wrong=lambda step, rank, name: 1.0, undivided=()):
+    """The faults of a loop that multiplies its loss by `by`, unless the recorder gets another multiple.
+
+    Args:
+        wrong: what local gradients are multiplied by besides.
+        undivided: parameters whose gradients are not divided.
+    """
+    divided_by = by if divided_by is None else divided_by
+
+    def local(step, rank, grads):
+        return {name: by * wrong(step, rank, name) * grad for name, grad in grads.items()}
+
+    def mean(step, name, grads, old):
+        return np.mean([grad[name].astype(float) for grad in grads], axis=0) / (1 if name in undivided else divided_by)
+
+    return Faults(loss=lambda step, x: x * (by if loss is None else loss), local=local, mean=mean)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("by", "loss"), [(SCALE, None), (SCALE, 1.0), (3.0, None)], ids=["4096", "unseen", "3"])
+def test_a_scale_by_hand_is_no_difference(tmp_path, dtype, optimizer, by, loss):
+    a = record(tmp_path / "a", optimizer=optimizer, dtype=dtype)
+    b = record(tmp_path / "b", scaled(by, loss=loss), noise=1, optimizer=optimizer, dtype=dtype)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.first_divergence is None and found.verdict is not Verdict.BUG, found.reason
+        assert f"b multiplies its loss by {by:.6g} and divides its gradients" in found.notes[0]
+
+
+def test_two_scaled_runs_are_compared_as_recorded(tmp_path):
+    found = compare(*(record(tmp_path / str(i), scaled(), noise=i) for i in range(2)))
+    assert found.verdict is Verdict.ROUNDING and not found.notes
+
+
+def test_a_scale_by_hand_holds_for_steps_without_local_gradients(tmp_path):
+    def by_hand(phase, step, rank, name, array):
+        return SCALE * array if phase in ("forward", "backward") else array
+
+    found = compare(synthetic.record(tmp_path / "a"), synthetic.record(tmp_path / "b", tamper=by_hand))
+    assert found.verdict is Verdict.EQUAL, found.reason
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_scaled_loss_without_divided_gradients_is_a_bug(tmp_path, optimizer):
+    """Adam's updates would not show it."""
+    a = record(tmp_path / "a", optimizer=optimizer, clip=None)
+    b = record(tmp_path / "b", scaled(divided_by=1.0), noise=1, optimizer=optimizer, clip=None)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG, found.reason
+        assert found.first_divergence and (found.first_divergence.step, found.first_divergence.event) == (0, "loss")
+        assert not found.notes
+
+
+def test_a_scaled_loss_alone_is_a_bug(tmp_path):
+    a, b = record(tmp_path / "a"), record(tmp_path / "b", Faults(loss=lambda step, x: SCALE * x), noise=1)
+    found = compare(a, b)
+    assert found.verdict is Verdict.BUG and found.first_divergence and found.first_divergence.event == "loss"
+
+
+FAULTY = {
+    "divided by another scale": (scaled(divided_by=SCALE / 2), REDUCE),
+    "one gradient not divided": (scaled(undivided=("norm.bias",)), REDUCE),
+    "another loss": (scaled(loss=SCALE * (1 + 1e-6)), FORWARD),
+    "a gradient of one rank": (scaled(wrong=lambda s, rank, n: 1 + 1e-6 * (rank == 1 and n == "norm.bias")), BACKWARD),
+}
+
+
+@pytest.mark.parametrize(("faults", "phase"), FAULTY.values(), ids=FAULTY)
+def test_a_fault_beside_a_scale_by_hand_is_found(tmp_path, faults, phase):
+    a, b = record(tmp_path / "a"), record(tmp_path / "b", faults, noise=1)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG, found.reason
+        assert found.first_divergence and (found.first_divergence.step, found.first_divergence.phase) == (0, phase)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3], ids=["right", "wrong"])
+@pytest.mark.parametrize("measured", [0, 1], ids=["unscaled", "scaled"])
+def test_perturbed_runs_measure_in_the_units_of_their_run(tmp_path, measured, size):
+    """Limits of the scaled run would excuse gradients of the other one that are wrong by as much as they are large."""
+    wrong = scaled(wrong=lambda step, rank, name: 1 + size * (name == "norm.bias"))
+    runs = [record(tmp_path / "a", dtype="float32"), record(tmp_path / "b", wrong, noise=1, dtype="float32")]
+    for i in range(1, 5):
+        folder = runs[measured].directory / perturbed_run_folder(i)
+        record(folder, wrong if measured else None, noise=1 + i, dtype="float32")
+    for pair in (runs, runs[::-1]):
+        found = compare(*pair)
+        assert found.verdict is (Verdict.BUG if size else Verdict.ROUNDING), found.reason
+        assert found.first_divergence is None or found.first_divergence.phase == BACKWARD
