@@ -282,7 +282,8 @@ class Recorder(Sink, Listener):
                     self._optimizers.append(optimizer)
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
-                self._keep_grads()
+                # Set by a GradScaler whose scale the optimizer's own kernel takes out.
+                self._keep_grads(getattr(optimizer, "grad_scale", None))
 
     # Writing
 
@@ -314,14 +315,18 @@ class Recorder(Sink, Listener):
             self._trace.begin_step(active=asked)
         self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
 
-    def _keep_grads(self) -> None:
+    def _keep_grads(self, scale: Tensor | None = None) -> None:
         """Record the reduced gradients, if required and not recorded yet.
 
         Before the first forward there are none: loading an optimizer state can call `step` to allocate it.
+
+        Args:
+            scale: the divisor of the gradients; None for 1.
         """
         assert self._keeper is not None
         if self._microbatches and not self._has_grads and self._keeper.writer.records(self._step):
-            self._has_grads = self._keeper.reduced_grads(self._step)
+            # Read only if it is used, because the loop then waits for the accelerator.
+            self._has_grads = self._keeper.reduced_grads(self._step, 1.0 if scale is None else float(scale))
 
     @property
     def _on_accelerator(self) -> bool:

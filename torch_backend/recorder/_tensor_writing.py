@@ -38,11 +38,16 @@ class Keeper:
         for unit, held in self._by_unit():
             self.writer.parameters(0, unit, self._pieces((each, each.param) for each in held))
 
-    def reduced_grads(self, step: int) -> bool:
-        """Record the current gradients. Returns False if there are none."""
+    def reduced_grads(self, step: int, scale: float = 1.0) -> bool:
+        """Record the current gradients. Returns False if there are none.
+
+        Args:
+            scale: the divisor of the gradients.
+        """
         found = False
         for unit, held in self._by_unit():
-            pieces = self._pieces((each, each.param.grad) for each in held if each.param.grad is not None)
+            grads = ((each, each.param.grad) for each in held if each.param.grad is not None)
+            pieces = self._pieces((each, grad if scale == 1.0 else grad / scale) for each, grad in grads)
             if pieces:
                 found = True
                 self.writer.reduced_grads(step, unit, pieces)

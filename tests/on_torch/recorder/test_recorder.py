@@ -351,6 +351,22 @@ def test_a_scaled_loss_is_recorded_unscaled_and_autocast_is_the_dtype_of_the_run
     assert plain.grad_norm(1, 0) == scaled.grad_norm(1, 0)
 
 
+def test_gradients_that_a_fused_optimizer_unscales_are_recorded_unscaled(tmp_path):
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with Recorder(tmp_path / str(fused), model=model, optimizer=optimizer) as recorder:
+            tokens = batches(0, 0, 1)[0]
+            logits = model(tokens[:, :-1])
+            scaler.scale(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
+            scaler.step(optimizer)
+            recorder.step()
+    loop, fused = (Recording.open(tmp_path / str(fused)) for fused in (False, True))
+    assert np.array_equal(loop.full(REDUCE, 0, "scale"), fused.full(REDUCE, 0, "scale"))
+
+
 def test_what_nothing_reached_has_zeros_as_its_own_gradient_and_no_reduced_one(tmp_path):
     class Half(nn.Module):
         def __init__(self) -> None:
