@@ -7,11 +7,14 @@ the optimizer uses, agree. A loss that is multiplied without dividing the gradie
 do not distinguish the two cases, because Adam's do not depend on a factor of the gradients.
 
 The factor only brings both recordings to the same units. Every quantity is then judged by its own bound, so a wrong loss or
-gradient on one rank or of one parameter is found. Factors below two are never attributed to a scale: the difference may be small
+gradient on one rank or of one parameter is found. If a loop clips its gradients itself, they are recorded after it, and clipping
+takes out any factor. So the unscaled side's reduced gradients must be the mean or the sum of its local gradients. Factors below
+two are never attributed to a scale: the difference may be small
 enough for reduced gradients to agree within the rounding of a coarse dtype although the optimizer receives wrong ones.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,12 +24,11 @@ from crossframe.recording.lines import BACKWARD, REDUCE
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.metrics import weighted_median
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.values import Sides
 
 _LEAST = 2.0
 """The smallest factor that is attributed to a scale."""
 _NEAR = 0.01
-"""The largest relative distance from a power of two that is attributed to rounding, even in coarse dtypes."""
+"""The largest relative distance of a factor from an exact one that is attributed to rounding, even in coarse dtypes."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,17 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     largest = max(names, key=lambda name: pair.a.manifest.params[name].numel, default="")
     factor = 1.0
     for some in ([largest] if names else [], names):
-        factors, weights = _factors([pair.rank_values(BACKWARD, step, rank, name) for name in some for rank in ranks])
+        factors, weights = _factors([pair.rank_values(BACKWARD, step, rank, n)[:2] for n in some for rank in ranks])
         factor = weighted_median(factors, weights) if factors else 0.0
         if factor <= 0 or max(factor, 1 / factor) < _LEAST * (1 - _NEAR):
             return None
         # A single wrong gradient can have most of the weight.
         if 2 * sum(_is_nearer(each, factor, 1.0) for each in factors) <= len(factors):
             return None
-    given = _factors(_given(pair, step))
+    if clipped_on_one_side(pair, step) is not None or not _only_reduced(pair, step, int(factor < 1)):
+        return None
+    reduced = [name for name in names if all(r.has(REDUCE, step, name) for r in (pair.a, pair.b))]
+    given = _factors([pair.assemble(REDUCE, step, name, (0, 0))[:2] for name in reduced])
     if not given[0] or not _is_nearer(weighted_median(*given), 1.0, factor):
         return None
     power = 2.0 ** round(math.log2(factor))
@@ -100,22 +105,26 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     return Scaled(int(factor > 1), max(factor, 1 / factor), in_loss)
 
 
-def _given(pair: Pair, step: int) -> list[Sides]:
-    """The gradients that the optimizers use, both before clipping."""
-    clipped = clipped_on_one_side(pair, step)
-    by = (1.0, 1.0) if clipped is None else clipped.undone
-    found = []
+def _only_reduced(pair: Pair, step: int, side: int) -> bool:
+    """Whether the reduced gradients of one side are the mean or the sum of its local gradients."""
+    world, recording = pair.a.manifest.world_size, (pair.a, pair.b)[side]
+    both = []
     for name in pair.names():
-        if all(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
-            a, b, _ = pair.assemble(REDUCE, step, name, (0, 0))
-            found.append((by[0] * np.asarray(a, np.float64), by[1] * np.asarray(b, np.float64), None))
-    return found
+        if recording.has(BACKWARD, step, name) and recording.has(REDUCE, step, name):
+            local = [pair.rank_values(BACKWARD, step, rank, name)[:2][side] for rank in range(world)]
+            mean = np.mean(np.asarray(local, np.float64), axis=0)
+            reduced = pair.assemble(REDUCE, step, name, (0, 0))[:2][side]
+            if mean.size == reduced.size:  # otherwise one is a sketch
+                both.append((mean, reduced))
+    found = _factors(both)
+    factor = weighted_median(*found) if found[0] else 0.0
+    return any(abs(factor / each - 1) <= _NEAR for each in (1.0, float(world), 1.0 / world))
 
 
-def _factors(pairs: list[Sides]) -> tuple[list[float], list[float]]:
-    """The factor between each gradient of a and b, and its weight: the square of the smaller one."""
+def _factors(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], list[float]]:
+    """The factor from the first to the second gradient of each pair, and its weight: the square of the smaller one."""
     factors, weights = [], []
-    for a, b, _ in pairs:
+    for a, b in pairs:
         x, y = (np.asarray(side, np.float64).reshape(-1) for side in (a, b))
         square, product, weight = float(x @ x), float(x @ y), float(min(x @ x, y @ y))
         if weight > 0 and math.isfinite(product) and math.isfinite(square):

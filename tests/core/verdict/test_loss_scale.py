@@ -1,12 +1,14 @@
 """A loop that scales its loss and divides its gradients by hand differs in neither from one that uses a scaler."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
-from tests.core.helpers.faulty import Faults, record
+from tests.core.helpers.faulty import CLIP, Faults, record
 
 SCALE = 4096.0
 
@@ -64,6 +66,20 @@ def test_a_scaled_loss_without_divided_gradients_is_a_bug(tmp_path, optimizer):
         assert found.verdict is Verdict.BUG, found.reason
         assert found.first_divergence and (found.first_divergence.step, found.first_divergence.event) == (0, "loss")
         assert not found.notes
+
+
+@pytest.mark.parametrize("by_hand", [(False, True), (True, True)], ids=["one", "both"])
+def test_clipping_by_hand_does_not_divide_a_scaled_loss(tmp_path, by_hand):
+    """Gradients are recorded after it then, and it takes out any factor of a loss."""
+    faults = [Faults(), scaled(divided_by=1.0)]
+    runs = []
+    for i in (0, 1):
+        own = replace(faults[i], by_hand=CLIP if by_hand[i] else None)
+        runs.append(record(tmp_path / str(i), own, noise=i))
+    for pair in (runs, runs[::-1]):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG and found.first_divergence, found.reason
+        assert found.first_divergence.event == "loss"
 
 
 def test_a_scaled_loss_alone_is_a_bug(tmp_path):
