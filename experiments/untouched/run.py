@@ -230,7 +230,7 @@ def run_untouched(
         checks: only load and expand the cases, and run each script's variants once without recording.
 
     Raises:
-        UsageError: cases that are not whole; a name that is none; results of other cases or of other code.
+        UsageError: incomplete cases; an unknown name; results of other cases or of other code.
     """
     check()
     target = output or RESULTS

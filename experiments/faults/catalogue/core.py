@@ -70,7 +70,7 @@ def alignment_forgotten() -> Iterator[None]:
 
 
 @CORE.fault(
-    "the padding ahead of a parameter's gradient is that of the parameter behind it",
+    "the padding before a parameter's gradient is that of the next parameter",
     Answer(*REDUCED, signature="padding_shift"),
     source="deepspeedai/DeepSpeed#8277",
     within=(TORCH,),

@@ -52,7 +52,7 @@ def a_step_ahead() -> Iterator[None]:
 
 
 @DATA.fault(
-    "each sample has the labels of the one behind it",
+    "each sample has the labels of the next one",
     other_batches(),
     within=(TORCH, JAX),
     model="mlp",

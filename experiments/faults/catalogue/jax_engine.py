@@ -11,7 +11,7 @@ JAX_ENGINE = Family("JAX engine", JAX)
 
 
 @JAX_ENGINE.fault(
-    "the loss is summed over ranks inside of what is differentiated: gradients are the ranks' number too large",
+    "the differentiated function sums the loss over ranks: gradients are too large by the number of ranks",
     Answer(*LOCAL, signature="constant_factor"),
     source="jax-ml/jax#3970",
 )

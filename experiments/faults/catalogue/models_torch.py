@@ -107,7 +107,7 @@ def scaled_by_the_width() -> Iterator[None]:
     )
 
 
-@MODELS.fault("each token sees the one behind it", ATTENTION_OUT, source="huggingface/transformers#48745")
+@MODELS.fault("each token sees the next one", ATTENTION_OUT, source="huggingface/transformers#48745")
 def mask_one_off() -> Iterator[None]:
     yield from with_method("gpt_torch", "Attention", "forward", _attention(diagonal=1))
 

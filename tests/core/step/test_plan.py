@@ -192,7 +192,9 @@ def test_R28_bytes_dtypes_and_groups_of_every_event(step, data):
             assert event.num_bytes == whole_numel * itemsize[precision.gathered]
         else:
             assert event.dtype == precision.reduced
-            if layout.kind == "per_param":  # no gradients of what is frozen; the first rank's chunks are never short
+            if (
+                layout.kind == "per_param"
+            ):  # frozen parameters have no gradients; the first rank's chunks are never short
                 trained = {spec.name for spec in layout.params if spec.requires_grad}
                 shard_numel = sum(p.numel for p in layout.pieces(0) if p.name in trained)
                 whole_numel = shard_numel * mesh.shard

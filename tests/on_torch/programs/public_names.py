@@ -37,7 +37,7 @@ MODULES = {
 
 
 def public_names(module: types.ModuleType) -> list[str]:
-    """The names in a module's `__all__`, and those without underscore of what torch.distributed.fsdp itself defines."""
+    """The names in a module's `__all__`, and the names without underscore that torch.distributed.fsdp itself defines."""
     own = {name for name, value in vars(module).items() if not name.startswith("_") and _is_own(value)}
     return sorted(own | set(getattr(module, "__all__", ())))
 
