@@ -173,15 +173,15 @@ def _traced(recording: Recording, request: Request, timeout: float, console: Con
     """The trace of one run, repeated up to the step."""
     directory = Path(request.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    said = recording.manifest.settings[COMMAND]
+    command_text = recording.manifest.settings[COMMAND]
     if console is not None:
-        console.print(f"tracing step {request.step} of: {said}", style="dim", highlight=False, soft_wrap=True)
+        console.print(f"tracing step {request.step} of: {command_text}", style="dim", highlight=False, soft_wrap=True)
     (directory / TRACE_NAME).unlink(missing_ok=True)
-    how = f"explain: the run was not made again by '{said}'"
+    how = f"explain: the run was not made again by '{command_text}'"
     hint = "run explain in the folder in which it was recorded, with the same environment"
     try:
         num_processes = recording.manifest.world_size if recording.manifest.framework == "torch" else 1
-        command = command_of(shlex.split(said), directory / "recording", num_processes)
+        command = command_of(shlex.split(command_text), directory / "recording", num_processes)
         environment = request.to_environment() | _devices(recording)
         status, printed = run(command, captured=True, environment=environment, timeout=timeout)
     except TimeoutError as error:
@@ -200,11 +200,11 @@ def _devices(recording: Recording) -> dict[str, str]:
     return {name: str(manifest.world_size)} if manifest.framework == "jax" and of_cpu and name not in os.environ else {}
 
 
-def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[str]:
+def command_of(stated: Sequence[str], output: Path, num_processes: int) -> list[str]:
     """The command line that repeats a run.
 
     Args:
-        said: the command that the recording states.
+        stated: the command that the recording states.
         output: where `crossframe record` is to record to.
         num_processes: that a script of Python which is started directly has.
 
@@ -214,22 +214,22 @@ def command_of(said: Sequence[str], output: Path, num_processes: int) -> list[st
     >>> command_of(["python", "train.py", "--lr", "1"], Path("out"), 1)[1:]
     ['train.py', '--lr', '1']
     """
-    if shlex.join(said[:2]) == RECORD and len(said) > 2:
-        options, arguments = list(said[3:]), []
+    if shlex.join(stated[:2]) == RECORD and len(stated) > 2:
+        options, arguments = list(stated[3:]), []
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
         recorder = {"directory": str(output), "windows": [], "overwrite": True}
-        return script_command(said[2], arguments, recorder, int(options[at]) if at else None)
-    if shlex.join(said).startswith(TRAIN):
-        return [sys.executable, *said[1:], "--output", str(output), "--overwrite"]
-    if said and said[0] == "python" and len(said) > 1:
+        return script_command(stated[2], arguments, recorder, int(options[at]) if at else None)
+    if shlex.join(stated).startswith(TRAIN):
+        return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]
+    if stated and stated[0] == "python" and len(stated) > 1:
         if num_processes == 1:
-            return [sys.executable, *said[1:]]
+            return [sys.executable, *stated[1:]]
         ranks = ["--standalone", "--nproc-per-node", str(num_processes)]
-        return [sys.executable, "-m", "torch.distributed.run", *ranks, *said[1:]]
+        return [sys.executable, "-m", "torch.distributed.run", *ranks, *stated[1:]]
     raise UsageError(
-        f"explain: cannot make a run again by '{shlex.join(said)}': expected crossframe record or a script of "
+        f"explain: cannot make a run again by '{shlex.join(stated)}': expected crossframe record or a script of "
         "Python; record it with crossframe record"
     )
 
@@ -324,8 +324,8 @@ def _print_graphs(trace: Trace, console: Console) -> None:
     for op in trace.operators:
         if op.name == WHOLE_GRAPH:
             what = "outputs" if op.phase == FORWARD else "gradients"
-            said = _judgement(op) if op.judged is not None else "not judged"
-            text = f"compiled module {op.module or '(root)'!r} ({op.arguments}), {what}: {said}"
+            judgement = _judgement(op) if op.judged is not None else "not judged"
+            text = f"compiled module {op.module or '(root)'!r} ({op.arguments}), {what}: {judgement}"
             console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -22,11 +22,11 @@ class RecordCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             option = getattr(error, "option_name", None)  # of typer's own copy of click, or of click
-            said = _separated(given, option) if isinstance(option, str) else None
-            if said is None:
+            reason = _separated(given, option) if isinstance(option, str) else None
+            if reason is None:
                 raise
             raise UsageError(
-                f"record: {option} is not an option of crossframe record; put options of the script after --: {said}"
+                f"record: {option} is not an option of crossframe record; put options of the script after --: {reason}"
             ) from None
 
 

@@ -124,7 +124,7 @@ def _mean_losses(recording: Recording) -> tuple[float, ...]:
     return tuple(float(loss) for loss in np.mean(recording.losses(), axis=1))
 
 
-def _told(value: float | None) -> str:
+def _setting_text(value: float | None) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -140,9 +140,9 @@ def _run_rows(a: Manifest, b: Manifest) -> tuple[tuple[str, str, str], ...]:
                 "mesh": f"replicate {mesh.replicate}, shard {mesh.shard}",
                 "layout": ", ".join(sorted(set(layouts))).replace("_", " "),
                 "strategy": manifest.strategy,
-                "steps": _told(manifest.steps),
-                "learning rate": _told(manifest.learning_rate),
-                "seed": _told(manifest.seed),
+                "steps": _setting_text(manifest.steps),
+                "learning rate": _setting_text(manifest.learning_rate),
+                "seed": _setting_text(manifest.seed),
                 "recorded": f"every {manifest.schedule.every} steps, {manifest.detail}",
             }
             | {name.replace("_", " "): str(value) for name, value in manifest.settings.items() if name != PROGRAM}

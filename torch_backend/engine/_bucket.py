@@ -150,7 +150,7 @@ class Bucket:
             return
         self.buffer.free()
         if not self.buffer.is_shard:
-            self._tell(FREE, unit, phase, self.layout.gathered_numel)
+            self._record_event(FREE, unit, phase, self.layout.gathered_numel)
 
     def free_to_part(self, *, unit: str, phase: str) -> None:
         """Free the unsharded parameters and keep the reshard group's shard (R08)."""
@@ -160,9 +160,9 @@ class Bucket:
         self.registrar.show_group_shard(self.group_shard)
         self.buffer.free()
         assert self.group_shard.buffer is not None
-        self._tell(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.group_shard.buffer.numel())
+        self._record_event(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.group_shard.buffer.numel())
 
-    def _tell(self, kind: str, unit: str, phase: str, numel: int) -> None:
+    def _record_event(self, kind: str, unit: str, phase: str, numel: int) -> None:
         if observers:
             full = self.buffer.full
             event = Event(kind, unit, phase, dtype_name(full.dtype), numel * full.itemsize, self.mesh.shards.ranks)

@@ -16,7 +16,7 @@ def describe_units(named_units: Sequence[NamedUnit], api: str) -> list[tuple[str
         named_units: every unit of the model. What its user chose in `settings` is described with it.
         api: the interface in use.
     """
-    said: list[tuple[str, dict[str, str]]] = []
+    description: list[tuple[str, dict[str, str]]] = []
     for named in named_units:
         choices = named.unit.choices
         settings = {
@@ -24,7 +24,7 @@ def describe_units(named_units: Sequence[NamedUnit], api: str) -> list[tuple[str
             **choices.settings,
             "reshard_after_forward": str(named.unit.step.settings.reshard_after_forward),
         }
-        said.append((f"unit {named.name!r}", settings))
+        description.append((f"unit {named.name!r}", settings))
     for named in named_units:
         for each in named.buckets:
             bucket = each.bucket
@@ -40,8 +40,8 @@ def describe_units(named_units: Sequence[NamedUnit], api: str) -> list[tuple[str
                     "requires_grad": str(leaf.requires_grad),
                     "sharing": str(list(spec.aliases)),
                 }
-                said.append((f"parameter {spec.name!r}", settings))
-    return said
+                description.append((f"parameter {spec.name!r}", settings))
+    return description
 
 
 def _cuts(layout: Layout) -> list[dict[str, str]]:

@@ -81,10 +81,10 @@ def _end_on_first(units: Sequence[Unit], failed: bool) -> None:
         except CrossframeError as error:
             refusal = refusal or error
     for unit in [unit for unit in units if unit.buckets][:1]:
-        said = torch.tensor([failed or refusal is not None], dtype=torch.uint8, device=unit.device)
-        unit.mesh.replicas.broadcast([said])
-        unit.mesh.shards.broadcast([said])
-        first_failed = bool(said.item())
+        flag = torch.tensor([failed or refusal is not None], dtype=torch.uint8, device=unit.device)
+        unit.mesh.replicas.broadcast([flag])
+        unit.mesh.shards.broadcast([flag])
+        first_failed = bool(flag.item())
     for unit in units:
         writeback = Writeback.NOTHING if first_failed else Writeback.FIRST
         unit.dismiss(writeback, failed=first_failed)  # the same on all ranks

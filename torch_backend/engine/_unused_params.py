@@ -77,8 +77,8 @@ class Unused:
         for keys in turns:
             if unused:
                 # A rank without missing gradients has no key.
-                said = _store().multi_get(keys) if _store().check(keys) else []
-                unused = frozenset(i for i in unused if said and all(each[i : i + 1] == b"1" for each in said))
+                masks = _store().multi_get(keys) if _store().check(keys) else []
+                unused = frozenset(i for i in unused if masks and all(each[i : i + 1] == b"1" for each in masks))
         for key in self._read:  # all ranks that issued this reduction have read the keys of the last gradient
             _store().delete_key(key)
         self._read = [keys[self._place] for keys in turns]

@@ -160,12 +160,12 @@ def sync_states(root: nn.Module, is_unit: IsUnit, ignored: Ignored, mesh: UnitMe
             if id(tensor) not in left_out:
                 left_out.add(id(tensor))
                 named[state_key(f"{name}.{attribute}".lstrip("."))] = local_of(tensor).detach()
-    said = [
+    description = [
         (f"tensor {name!r}", {"shape": str(list(tensor.shape)), "dtype": str(tensor.dtype)})
         for name, tensor in named.items()
     ]
     groups = [communicator.group for communicator in (mesh.shards, mesh.replicas) if communicator.size > 1]
-    agree(groups, f"sync_module_states of a {type(root).__name__}", said)
+    agree(groups, f"sync_module_states of a {type(root).__name__}", description)
     mesh.replicas.broadcast(list(named.values()))
     mesh.shards.broadcast(list(named.values()))
 

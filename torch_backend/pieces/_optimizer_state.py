@@ -70,9 +70,9 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
     except StateDictError as error:
         withdraw(shards, TITLE, error)
         raise
-    said = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
+    description = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
     for group in shards:
-        agree([group], TITLE, said, advice="load the same state dict on every rank")
+        agree([group], TITLE, description, advice="load the same state dict on every rank")
     groups: dict[_GroupKey, list[tuple[Any, PieceTensor, Hashable, Tensor]]] = {}
     for key, param, name, value in found:
         groups.setdefault(_group_key(param, name, value), []).append((key, param, name, value))

@@ -85,7 +85,7 @@ class Communicator:
             return Done()
         if phase not in ("forward", "backward"):  # outside of steps, which check this themselves
             rejoin([self.group])
-        self._tell(ALL_GATHER, gathered, unit, phase)
+        self._record_event(ALL_GATHER, gathered, unit, phase)
         collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
         return issue(collective, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
 
@@ -94,7 +94,7 @@ class Communicator:
         if self.size == 1:
             shard.copy_(full)
             return Done()
-        self._tell(REDUCE_SCATTER, full, unit, phase)
+        self._record_event(REDUCE_SCATTER, full, unit, phase)
         collective = getattr(dist, _REDUCE_SCATTER)
         if self.custom_reduce_scatter is not None:
             collective = functools.partial(self.custom_reduce_scatter, op=dist.ReduceOp.SUM)
@@ -104,10 +104,10 @@ class Communicator:
         """Start an all-reduce (sum) of `tensor`, in place."""
         if self.size == 1:
             return Done()
-        self._tell(ALL_REDUCE, tensor, unit, phase)
+        self._record_event(ALL_REDUCE, tensor, unit, phase)
         return issue(dist.all_reduce, tensor, group=self.group, kind=ALL_REDUCE, unit=unit, phase=phase)
 
-    def _tell(self, kind: str, unsharded: Tensor, unit: str, phase: str) -> None:
+    def _record_event(self, kind: str, unsharded: Tensor, unit: str, phase: str) -> None:
         if observers:
             event = Event(kind, unit, phase, dtype_name(unsharded.dtype), unsharded.nbytes, self.ranks)
             for observer in observers:
@@ -165,7 +165,7 @@ class Communicator:
         received = sent.new_empty(sum(received_numels))
         if self.size == 1:
             return received.copy_(sent)
-        self._tell(ALL_TO_ALL, received, unit, phase)
+        self._record_event(ALL_TO_ALL, received, unit, phase)
         # As bytes, since not every backend moves every dtype.
         size = sent.itemsize
         splits = [[numel * size for numel in numels] for numels in (received_numels, sent_numels)]

@@ -30,8 +30,7 @@ from crossframe.errors import AgreementError
 Description = Sequence[tuple[str, Mapping[str, str]]]
 """A description that must be equal on all ranks: (subject, settings by name), in order."""
 
-# How many rounds this process has entered, by the group's name, for each store: a group may be gone while what was said in it is
-# still in the store.
+# Rounds that this process has entered, by group name, for each store: a store keeps the entries of groups that are gone.
 _entered: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 # The rounds of this process that failed, likewise.
@@ -47,7 +46,7 @@ _MAX_SIDES, _MAX_NAMED = 8, 8
 def agree(
     groups: Sequence[dist.ProcessGroup],
     title: str,
-    said: Description | Callable[[], Description],
+    description: Description | Callable[[], Description],
     *,
     brief: str | None = None,
     advice: str = "build the same module with the same settings on every rank",
@@ -60,14 +59,14 @@ def agree(
         groups: the groups to check in order: the group of the whole mesh, or the shard group and then the replicate group. A
             failure in one group is passed to the next, so that all ranks of the mesh raise. Groups of one rank are skipped.
         title: the next operation as a noun, such as "first use of the root".
-        said: the description; with `brief`, a function that creates it, called only if ranks differ.
+        description: the description; with `brief`, a function that creates it, called only if ranks differ.
         brief: a cheaper fingerprint of the description; equal iff the descriptions are equal.
         advice: what to do if ranks differ.
     """
     failure = ""
     for group in groups:
         if spans_ranks(group):
-            failure = _Round(group, title).meet(said, brief, failure, advice)
+            failure = _Round(group, title).meet(description, brief, failure, advice)
     if failure:
         raise AgreementError(f"rank {dist.get_rank()}: {failure}")
 
@@ -115,20 +114,22 @@ class _Round:
         number = self._number if number is None else number
         return "/".join(map(str, (group_key(self._group), number, *parts)))
 
-    def meet(self, said: Description | Callable[[], Description], brief: str | None, failure: str, advice: str) -> str:
+    def meet(
+        self, description: Description | Callable[[], Description], brief: str | None, failure: str, advice: str
+    ) -> str:
         """The reason why the ranks do not agree, or "". This rank's `failure` fails the round on all ranks."""
         try:
             try:
-                verdict = self._meet(said, brief, failure, advice)
+                verdict = self._meet(description, brief, failure, advice)
             except _Failed as error:
                 verdict = f"failed:{error}"
                 self._store.set(self._verdict, verdict)
             failed = _failed.setdefault(self._store, [])
             if verdict.startswith("failed:"):
                 failed.append(self._where)
-                self._tell(failed)
+                self._publish(failed)
             elif self._told_where:
-                self._tell(failed)
+                self._publish(failed)
         except dist.DistError as error:
             return (
                 f"the store of the process group does not answer ({error}); the process that keeps it, rank 0 or the "
@@ -136,19 +137,21 @@ class _Round:
             )
         return verdict.removeprefix("failed:") if verdict.startswith("failed:") else ""
 
-    def _meet(self, said: Description | Callable[[], Description], brief: str | None, failure: str, advice: str) -> str:
-        text = self._text(said) if brief is None else f"{self._title}: {brief}"
+    def _meet(
+        self, description: Description | Callable[[], Description], brief: str | None, failure: str, advice: str
+    ) -> str:
+        text = self._text(description) if brief is None else f"{self._title}: {brief}"
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._store.set(self._own, f"failed:{failure}" if failure else digest)
         verdict = self._judge() if self._rank == 0 else self._read(self._verdict)
         if verdict.startswith("differ:"):
-            difference = self._compare(json.loads(verdict.removeprefix("differ:")), self._text(said))
+            difference = self._compare(json.loads(verdict.removeprefix("differ:")), self._text(description))
             verdict = f"failed:{difference}; {advice}"
         self._store.delete_key(self._own)
         return verdict
 
-    def _text(self, said: Description | Callable[[], Description]) -> str:
-        described = said() if callable(said) else said
+    def _text(self, description: Description | Callable[[], Description]) -> str:
+        described = description() if callable(description) else description
         return json.dumps([[self._title, {}], *([subject, dict(settings)] for subject, settings in described)])
 
     def withdraw(self, failure: str) -> None:
@@ -200,7 +203,7 @@ class _Round:
             if waited > _PATIENCE_SECONDS:
                 if unless and self._store.check([unless]):
                     return
-                self._tell([*_failed.get(self._store, ()), self._where])
+                self._publish([*_failed.get(self._store, ()), self._where])
                 self._told_where = True
                 self._look_for_deadlock()
             if waited > seconds:
@@ -226,7 +229,7 @@ class _Round:
             "title": self._title,
         }
 
-    def _tell(self, rounds: Sequence[dict[str, Any]]) -> None:
+    def _publish(self, rounds: Sequence[dict[str, Any]]) -> None:
         self._store.set(_where_key(dist.get_rank()), json.dumps(rounds))
 
     def _look_for_deadlock(self) -> None:

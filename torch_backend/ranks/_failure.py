@@ -164,9 +164,9 @@ def rejoin(groups: Sequence[dist.ProcessGroup]) -> None:
             withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)
             raise error
         if group in _left:
-            said = [("the step that was left", {"end": f"after {_num_issued(group)} collectives of the group"})]
+            description = [("the step that was left", {"end": f"after {_num_issued(group)} collectives of the group"})]
             try:
-                agree([group], AFTER_AN_EXCEPTION, said, advice=_ADVICE)
+                agree([group], AFTER_AN_EXCEPTION, description, advice=_ADVICE)
             except AgreementError as error:
                 standing.broken = str(error)
                 withdraw(groups[i + 1 :], AFTER_AN_EXCEPTION, error)

@@ -134,9 +134,9 @@ class _Graph:
         given = [each.detach().clone() if isinstance(each, Tensor) else each for each in args]
         trains = [isinstance(each, Tensor) and each.requires_grad for each in args]
         whole = self._whole(given, trains)
-        said = f"{len(_calls(self._module))} operators"
+        arguments = f"{len(_calls(self._module))} operators"
         for phase, worst, results in whole:
-            yield CompiledOperator(WHOLE_GRAPH, said, phase, self._name(), None, (), results, worst)
+            yield CompiledOperator(WHOLE_GRAPH, arguments, phase, self._name(), None, (), results, worst)
         cotangents = _cotangents(_tensors(_run(self._compiled, given, trains, None)[0]))
         operators: list[CompiledOperator] = []
         try:
@@ -352,10 +352,10 @@ def _operator(
     user_code: UserCode,
 ) -> CompiledOperator:
     leaves = tree_leaves((node.args[1:], dict(node.kwargs)))
-    said = ", ".join(shown(each) for each in leaves if isinstance(each, int | float | str))
+    arguments = ", ".join(shown(each) for each in leaves if isinstance(each, int | float | str))
     line = user_code.innermost(_frames(node.meta.get("stack_trace") or ""))
     name = f"{COMPILED}{_target_name(node)}"
-    return CompiledOperator(name, said, phase, _module_of(node), line, _tensors(inputs), outputs, judged)
+    return CompiledOperator(name, arguments, phase, _module_of(node), line, _tensors(inputs), outputs, judged)
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:

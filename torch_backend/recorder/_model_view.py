@@ -183,9 +183,10 @@ def _held(bucket: Bucket, shard: int) -> Iterator[Held]:
             held = Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
         else:
             held = Held(bucket.unit, spec.name, start, stop, bucket.params[i])
-        if held.of(held.param).numel() != stop - start or bucket.said(i) not in (None, (start, stop)):
+        if held.of(held.param).numel() != stop - start or bucket.stated_range(i) not in (None, (start, stop)):
             raise UnsupportedError(
                 f"parameter {spec.name!r}, rank {shard} of its shard group: the core's layout has elements {start}:{stop} "
-                f"here, but it holds {held.of(held.param).numel()}, {bucket.said(i)}; the recorder does not know this layout"
+                f"here, but it holds {held.of(held.param).numel()}, {bucket.stated_range(i)}; the recorder does not know this "
+                "layout"
             )
         yield held

@@ -107,7 +107,7 @@ class Watch:
         self._grads: dict[str, Tensor] = {}
         # By id the parameters, as forward read them, whose gradients are listened for; and what of the step was told.
         self._hooked: dict[int, Tensor] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
         # What the sink is told of a forward in the other mode if backward follows; None: the last one was in the usual mode.
         self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
@@ -145,7 +145,7 @@ class Watch:
         """
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
-        self._engine, self._grads, self._told, self._seen = _Engine(), {}, set(), set()
+        self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
         self._withheld, self._awaits_backward = None, False
         if collects or is_dense:
             observers.append(self._engine)
@@ -200,26 +200,26 @@ class Watch:
             elif self.is_dense and self._inside:
                 with quietly():
                     self._read(module)
-                    self._tell(name, INPUT, (args, kwargs))
+                    self._report_activation(name, INPUT, (args, kwargs))
                 self._listen(module)
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if self.is_dense and self._inside and not in_backward():
                 with quietly():
-                    self._tell(name, OUTPUT, output)
+                    self._report_activation(name, OUTPUT, output)
 
         return [
             module.register_forward_pre_hook(Hook(before), with_kwargs=True),
             module.register_forward_hook(Hook(after)),
         ]
 
-    def _tell(self, name: str, use: str, value: Any) -> None:
+    def _report_activation(self, name: str, use: str, value: Any) -> None:
         at = (self.microbatches, name, use)
         found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype) in FLOATING), None)
         # Of a module that is called several times in a forward the first call is recorded.
         if found is not None and _is_plain(found) and at not in self._seen:
             self._seen.add(at)
-            self._say(self._sink.activation, self.microbatches - 1, name, use, found.detach(), operator_of(found))
+            self._report(self._sink.activation, self.microbatches - 1, name, use, found.detach(), operator_of(found))
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""
@@ -232,9 +232,9 @@ class Watch:
 
     def _read(self, module: nn.Module) -> None:
         for unit, name, value in self._entered(module):
-            if self.microbatches == 1 and name not in self._told:
-                self._told.add(name)
-                self._say(self._sink.unsharded, unit, name, value.detach())
+            if self.microbatches == 1 and name not in self._reported:
+                self._reported.add(name)
+                self._report(self._sink.unsharded, unit, name, value.detach())
 
     def _listen(self, module: nn.Module) -> None:
         """Let the gradients of parameters be taken where no engine tells them."""
@@ -265,7 +265,7 @@ class Watch:
         if is_other and self._awaits_backward:
             return
         if is_other:
-            self._withheld, self._before = [], (set(self._told), set(self._seen))
+            self._withheld, self._before = [], (set(self._reported), set(self._seen))
         self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
@@ -273,7 +273,7 @@ class Watch:
             self._came = {_storage_of(each) for each in inputs}
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
-            self._say(self._sink.batch, [each for each in inputs if not self._is_carried(each)] or inputs)
+            self._report(self._sink.batch, [each for each in inputs if not self._is_carried(each)] or inputs)
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""
@@ -287,9 +287,9 @@ class Watch:
         if self._withheld is not None:
             self._withheld = None
             self.microbatches -= 1
-            self._told, self._seen = self._before
+            self._reported, self._seen = self._before
 
-    def _say(self, function: Callable[..., None], *args: Any) -> None:
+    def _report(self, function: Callable[..., None], *args: Any) -> None:
         if self._withheld is None:
             function(*args)
         else:  # the script may change tensors in place before that

@@ -280,7 +280,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
     """What an operator was given besides tensors."""
     names = [argument.name for argument in func._schema.arguments]
-    said = []
+    texts = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         leaves = tree_leaves(value)
         if (
@@ -289,8 +289,8 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
             or any(isinstance(each, Tensor | torch.device | torch.layout) for each in leaves)
         ):
             continue
-        said.append(f"{name}={shown(value)}")
-    return ", ".join(said)
+        texts.append(f"{name}={shown(value)}")
+    return ", ".join(texts)
 
 
 def _user_line() -> SourceLine | None:

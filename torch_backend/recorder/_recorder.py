@@ -32,7 +32,7 @@ _MOST_WAITING = 32
 
 
 @dataclass
-class _Said:
+class _StepArguments:
     """The values of a step's lines, possibly still on a device. One list of tensors per microbatch."""
 
     loss: list[Tensor | float]
@@ -141,7 +141,7 @@ class Recorder(Sink, Listener):
         self._keeper: Keeper | None = None
         self._view: ModelView | None = None
         self._step = 0
-        self._waiting: list[_Said] = []
+        self._waiting: list[_StepArguments] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -205,14 +205,14 @@ class Recorder(Sink, Listener):
             UsageError: no forward or backward ran, and the corresponding argument is missing.
         """
         with quietly():
-            keeper, said = self._begun(), self._said(loss, batch, sample_ids)
-            said.rates = [rate for rates in self._rates.values() for rate in rates]
+            keeper, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
+            arguments.rates = [rate for rates in self._rates.values() for rate in rates]
             records = keeper.writer.records(self._step)
             if records:
                 self._keep_grads()
                 norm = self._norm if grad_norm is None else grad_norm
                 keeper.after_step(self._step, self._optimizers, norm, self._watch, self._loss_scale)
-            self._waiting.append(said)
+            self._waiting.append(arguments)
             if records or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
             self._step += 1
@@ -332,31 +332,31 @@ class Recorder(Sink, Listener):
     def _on_accelerator(self) -> bool:
         return self._view is not None and any(not held.param.is_cpu for held in self._view.held)
 
-    def _said(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _Said:
+    def _step_arguments(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _StepArguments:
         losses = self._losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
         if not losses:
             raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
         if isinstance(batch, str):
             if sample_ids is None and not self._microbatches:
                 raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
-            return _Said(losses, self._microbatches, batch, sample_ids)
+            return _StepArguments(losses, self._microbatches, batch, sample_ids)
         microbatches = self._microbatches if batch is None else [list(tensors_in(batch))]
         if not any(microbatches):
             raise UsageError("Recorder.step: no forward with tensors was seen in this step; pass batch=")
-        return _Said(losses, microbatches, None, sample_ids)
+        return _StepArguments(losses, microbatches, None, sample_ids)
 
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
         first = self._step + 1 - len(self._waiting)
         assert self._keeper is not None
-        for step, said in enumerate(self._waiting, first):
+        for step, arguments in enumerate(self._waiting, first):
             writer = self._keeper.writer
-            arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in said.microbatches]
-            digest = said.digest or digest_of([array for some in arrays for array in some])
-            ids = said.sample_ids
+            arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
+            digest = arguments.digest or digest_of([array for some in arrays for array in some])
+            ids = arguments.sample_ids
             if ids is None:
                 ids = [i for some in arrays for i in row_ids(some)]
-            writer.batch(step, digest, ids, () if said.digest else inputs_of(arrays))
-            writer.loss(step, sum(float(loss) for loss in said.loss))
-            writer.end_step(step, [float(rate) for rate in said.rates])
+            writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays))
+            writer.loss(step, sum(float(loss) for loss in arguments.loss))
+            writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._waiting = []

@@ -48,7 +48,7 @@ class Bucket:
     is_flat: bool = False
     ranges: Sequence[Range] | None = None
 
-    def said(self, i: int) -> Range | None:
+    def stated_range(self, i: int) -> Range | None:
         """Which elements of a parameter the engine says are here."""
         return None if self.ranges is None else self.ranges[i]
 

@@ -116,9 +116,9 @@ class OptimizerState:
                 self._parts.append(_Part(each.unit, layout, each.bucket.store.rank, each.pieces(entry, states)))
         self.scalars = dict(sorted(scalars.items()))
         if missing or not (self._parts or self.scalars):
-            said = ", ".join(missing[:LISTED]) or "of any parameter of the model"
+            of_params = ", ".join(missing[:LISTED]) or "of any parameter of the model"
             raise UsageError(
-                f"the optimizer has no state {said}: expected one that holds the parameters of the sharded model, and has "
+                f"the optimizer has no state {of_params}: expected one that holds the parameters of the sharded model, and has "
                 "stepped with a gradient of each; save without it, or freeze what is not trained"
             )
 

@@ -92,12 +92,12 @@ def _shape_of(value: Any) -> Any:
 
 
 def _described(own: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
-    said = []
+    description = []
     for key, value in own.items():
         kind, *more = _seen(value)
         settings = {"shape": str(list(more[0])), "dtype": str(more[1])} if more else {}
-        said.append((f"entry {key!r}", {"kind": kind, **settings}))
-    return said
+        description.append((f"entry {key!r}", {"kind": kind, **settings}))
+    return description
 
 
 def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> Iterator[str]:

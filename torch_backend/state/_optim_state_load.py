@@ -132,16 +132,16 @@ def _groups_to_load(names: Names, key_of: Mapping[Hashable, Hashable], groups: A
 
 def _agree(groups: Sequence[dist.ProcessGroup], names: Names, state: Mapping[Any, Any], described: _Described) -> None:
     """Raise AgreementError unless all ranks of a shard group exchange the same entries."""
-    said: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in groups}
+    descriptions: dict[Any, list[tuple[str, dict[str, str]]]] = {group: [] for group in groups}
     for each in names.owned:
         group = each.bucket.mesh.shards.group
         for spec in each.shown:
             for entry, (seen, _) in described.get(spec.name, {}).items():
                 value = state[spec.name][entry]
-                if isinstance(value, DTensor | ShardedTensor) and group in said:
+                if isinstance(value, DTensor | ShardedTensor) and group in descriptions:
                     what = {"kind": type(value).__name__, "shape": str(seen.shape), "dtype": seen.dtype}
-                    said[group].append((f"state {entry!r} of {spec.name!r}", what))
-    for group, what in said.items():
+                    descriptions[group].append((f"state {entry!r} of {spec.name!r}", what))
+    for group, what in descriptions.items():
         agree([group], TITLE, sorted(what, key=lambda each: each[0]), advice="load the same state dict on every rank")
 
 

@@ -48,7 +48,7 @@ def _store():
 def announced(group):
     """Inside, each look of this rank into the store, for want of progress, sets a key that `wait_until_looked` waits for. This
     rank is impatient."""
-    places = [(rounds._Round, "_tell"), (failure, "_who_left")]
+    places = [(rounds._Round, "_publish"), (failure, "_who_left")]
     originals = [getattr(holder, name) for holder, name in places]
 
     def announcing(original):
