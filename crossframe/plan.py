@@ -1,6 +1,4 @@
-"""Plans a training step as a list of events, from layouts, strategy, mesh and precision.
-
-It decides nothing: prefetching, resharding and reduction are decided in `crossframe.step`, which it runs.
+"""Lists the events of a training step by running the step machine (`crossframe.step`), which holds the rules.
 A step is one or more microbatches, each with a forward and a backward, followed by the optimizer step. Units nest like the names
 of their modules. In forward, a unit is all-gathered, computes, and is freed if it reshards. In backward, it is all-gathered
 again, computes its gradients and is freed, and its gradients are reduced.

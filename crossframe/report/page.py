@@ -13,8 +13,8 @@ from crossframe.errors import UsageError
 from crossframe.files import folder_lock
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries, world_text
-from crossframe.report.drawn import drawn_of, strip_of
-from crossframe.report.plots import GLYPHS
+from crossframe.report.charts import drawn_of, strip_of
+from crossframe.report.line_chart import GLYPHS
 from crossframe.shown import shown_path
 from crossframe.trace import COLLECTIVES
 

@@ -1,4 +1,4 @@
-"""The step machine for all units under one root: execution order, prefetching, and the order of reductions.
+"""The step machine for all units under one root: execution order, prefetching, reductions, and the end of backward (`no_sync`).
 
 [Note: order of reductions] All ranks must issue the same reductions in the same order, even if ranks leave different parameters
 unused and autograd reaches units in different orders (R29). So a unit whose gradients are complete waits for the units that began

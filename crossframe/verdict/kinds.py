@@ -1,4 +1,4 @@
-"""The possible verdicts."""
+"""The possible verdicts, their order of gravity, and their exit statuses."""
 
 from collections.abc import Iterable
 from enum import Enum

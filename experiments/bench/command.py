@@ -176,7 +176,7 @@ def run_compare_bench(
     Raises:
         UsageError: too few steps.
     """
-    from experiments.bench.compare import FULL, QUICK, compare_section
+    from experiments.bench.verdict_cost import FULL, QUICK, compare_section
 
     where = _where([], {"numpy": version("numpy")})
     with console.status("measuring"):

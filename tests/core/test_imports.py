@@ -44,7 +44,7 @@ LIBRARIES = {
     "typer": "crossframe/cli/",
     "rich": ("crossframe/cli/", "crossframe/report/terminal.py"),
     "jinja2": "crossframe/report/page.py",
-    "matplotlib": "crossframe/report/plots.py",
+    "matplotlib": "crossframe/report/line_chart.py",
 }
 PACKAGES = ("crossframe", "torch_backend", "jax_backend", "experiments", "tests")
 # The files at the top of these packages are imported by name, be they vocabulary for everything (crossframe.errors,

@@ -1,4 +1,4 @@
-"""A unit on this rank: the memory and registrations that one step machine's actions change.
+"""A unit on this rank: executes its step machine's actions, and collects the gradients of all its uses until backward ends.
 
 The rules are in `crossframe.step`: a method here sends a signal to the unit's machine and executes the actions that come back.
 """

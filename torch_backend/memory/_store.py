@@ -1,4 +1,4 @@
-"""ShardStore: one rank's shard of a bucket, in one buffer that the store owns."""
+"""ShardStore: one rank's shard of a bucket, in one buffer that the store owns (pinned if it is offloaded)."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
-from experiments.bench.compare import QUICK, write_sketched
+from experiments.bench.verdict_cost import QUICK, write_sketched
 
 
 def test_recordings_of_the_benchmark_are_valid(tmp_path):

@@ -26,8 +26,8 @@ from crossframe.plan import step_plan
 from crossframe.recording.lines import perturbed_run_folder
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries, report_of
+from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
 from crossframe.report.page import page, write_report
-from crossframe.report.plots import STYLES, Limit, Line, line_chart
 from crossframe.report.summaries import Worst, curves, heat_map, level, phases
 from crossframe.report.terminal import print_report
 from crossframe.report.traces import plans

@@ -1,4 +1,4 @@
-"""The drawings of the pair that determines the verdict."""
+"""The charts of a report's page: differences by phase, losses, and the heat map, of the pair that determines the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from markupsafe import Markup
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries
 from crossframe.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
+from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
 from crossframe.report.place import Place, place_of
-from crossframe.report.plots import STYLES, Limit, Line, line_chart
 from crossframe.report.summaries import HeatMap, Worst, curves, heat_map, phases
 
 
