@@ -13,6 +13,7 @@ import crossframe
 from crossframe.cli.compare import answer, equal_as_stated
 from crossframe.cli.console import console, exit_on_error
 from crossframe.cli.misplaced_options import RecordCommand
+from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.recorded_steps import window_of
 from crossframe.verdict import Verdict
@@ -144,6 +145,7 @@ def explain(
     step: Annotated[int, typer.Option(help="The step to examine, if only one recording is given.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the traces. Default: none")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of each run, in seconds.")] = 600.0,
+    svg: Svg = None,
     as_json: AsJson = False,
 ) -> None:
     """Run two recorded programs again up to their first difference, and name the operator and the source line that cause it.
@@ -156,7 +158,11 @@ def explain(
 
     options: dict[str, Any] = {"folder": output, "timeout": timeout, "as_json": as_json, "console": console}
     with exit_on_error():
-        raise typer.Exit(explain_one(a, step, **options) if b is None else explain_pair((a, b), **options))
+        if b is not None:
+            raise typer.Exit(explain_pair((a, b), svg=svg, **options))
+        if svg is not None:
+            raise UsageError("explain: --svg draws the difference of two recordings; pass the second one")
+        raise typer.Exit(explain_one(a, step, **options))
 
 
 @app.command()

@@ -16,7 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.checks import put, write_svg
 from crossframe.cli.record import script_command
+from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.match import Neighbour
@@ -38,7 +40,13 @@ FOUND, NOTHING_DIFFERS, NOT_FOUND = 1, 0, 3
 
 
 def explain(
-    directories: tuple[Path, Path], *, folder: Path | None, timeout: float, as_json: bool, console: Console
+    directories: tuple[Path, Path],
+    *,
+    folder: Path | None,
+    timeout: float,
+    svg: Path | None,
+    as_json: bool,
+    console: Console,
 ) -> int:
     """Print the first operator of each side that computes another value; returns the exit status.
 
@@ -48,6 +56,7 @@ def explain(
         directories: of the recordings.
         folder: where traces are kept; None: nowhere.
         timeout: seconds that each run may take.
+        svg: where the drawing of the operators near the difference goes; None: nowhere.
 
     Raises:
         UsageError: a recording without a command; a run that fails or takes too long.
@@ -76,6 +85,10 @@ def explain(
         print(json.dumps(to_json(found, target), indent=1))
     else:
         _print(found, target, labels(a, b), console)
+    if svg is not None and any(found.neighbours):
+        write_svg(svg, operators_svg(found, labels(a, b)))
+        if not as_json:
+            put(console, f"\ndrawing: {svg}")
     return FOUND if found.a is not None or found.b is not None else NOT_FOUND
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from crossframe.cli.explain import answer
+from crossframe.draw.operators import operators_svg
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
@@ -18,6 +20,7 @@ from crossframe.verdict.result import Judged as Compared
 from tests.core.helpers.synthetic import record
 
 X = np.arange(1.0, 7.0).reshape(2, 3)
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def trace(*operators):
@@ -118,3 +121,21 @@ def test_lines_of_the_command_are_not_the_users(module):
     assert spec is not None and spec.origin is not None
     assert not UserCode().has(spec.origin)
     assert UserCode().has(spec.origin.replace("/experiments/", "/own/").replace("/crossframe/", "/own/"))
+
+
+def test_operators_near_the_difference_are_drawn():
+    line = SourceLine(
+        "/models/net.py", 7, "forward", "return torch.exp(x) * self.scale + 1 # <& a long line " + "x" * 80
+    )
+    e = np.exp(X)
+    a = trace(("exp", (X,), e), ("mul", (e,), 2 * e), ("add", (2 * e,), 2 * e + 1))
+    b = trace(("exp", (X,), e), ("mul", (e,), 3 * e), ("add", (3 * e,), 3 * e + 1))
+    a = Trace([replace(op, line=line) for op in a.operators], a.results)
+    drawn = ElementTree.fromstring(operators_svg(find(a, b, None), ("right", "wrong & new")))
+    texts = [each.text or "" for each in drawn.iter(f"{SVG}text")]
+    assert [each for each in texts if each in ("exp", "mul", "add")] == ["exp", "mul", "add"] * 2
+    assert texts.count("no line of the script") == 3 and sum(each.startswith("net.py:7: return") for each in texts) == 3
+    kinds = [each.get("class") for each in drawn.iter(f"{SVG}rect")]
+    assert kinds.count("outline") == 4 and kinds.count("hatch-waiting") == 2  # mul and add differ, mul is the first
+    dashed = [each for each in drawn.iter(f"{SVG}path") if "dashed" in (each.get("class") or "")]
+    assert len(dashed) == 1  # exp has the same output in both
