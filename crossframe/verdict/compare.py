@@ -8,7 +8,14 @@ from crossframe.recording import Recording
 from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
-from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, follows_optimizer, needs_full_tensors
+from crossframe.verdict.diagnosis import (
+    Diagnosis,
+    diagnose,
+    diagnose_batches,
+    diagnose_untied,
+    follows_optimizer,
+    needs_full_tensors,
+)
 from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.divergence_text import other_dtype
@@ -54,7 +61,8 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     Initial parameters must be bitwise equal; unrelated values mean another run (`crossframe.verdict.initial_values`). A gathered
     parameter must equal its shards, unless both runs changed parameters between steps. NaN or infinity on one side only is a bug
     in every dtype. Differing settings make two runs incomparable only if they can cause the first difference
-    (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive.
+    (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive. Learning rates of steps are no numbers of a run:
+    if they differ, differences within bounds are not rounding.
 
     If the runs compute or store parameters in different dtypes, the coarser dtype sets the bounds, and only perturbed runs of the
     coarser run are used (`crossframe.verdict.precision`).
@@ -83,7 +91,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         settings = tuple(setting for setting in settings if setting.name != "optimizer")
     stated = tuple(setting.describe(names) for setting in settings)
     if reason := why_incomparable(a, b):
-        reason, found = "; ".join((*stated, reason)), diagnose_batches(a, b)
+        reason, found = "; ".join((*stated, reason)), diagnose_untied(a, b) or diagnose_batches(a, b)
         return PairVerdict(
             *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
         )
@@ -123,7 +131,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     ):
         verdict, reason = text
     elif envelope:
-        verdict, reason = conclude_by_envelope(pair, findings, where, envelope)
+        verdict, reason = conclude_by_envelope(pair, findings, where, envelope, diagnosis)
     else:
         verdict, reason = conclude_by_bounds(pair, findings, where, island)
     directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None
@@ -141,7 +149,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
         settings = tuple(each for each in settings if each not in named)
     if where is None:
-        acting = [each for each in settings if verdict is Verdict.INCONCLUSIVE and each.acts_in is not None]
+        acting = [each for each in settings if _acts(each, verdict)]
     else:
         acting = [each for each in settings if each.explains(where)]
     if causes := [each.describe(names) for each in acting]:
@@ -195,6 +203,16 @@ _IMPLIED = {
     Verdict.INCONCLUSIVE: "it is not known whether the rounding of {} explains the whole difference",
     Verdict.INCOMPARABLE: "the rounding of {} does not prevent a comparison",
 }
+
+
+def _acts(setting: Setting, verdict: Verdict) -> bool:
+    """Whether a setting changes values although the numbers show no place where it does.
+
+    Another learning rate changes every update, so numbers within a bound then only say that the bound is too coarse to show it.
+    """
+    if setting.acts_in is None:
+        return False
+    return verdict is Verdict.INCONCLUSIVE or (verdict is Verdict.ROUNDING and setting.name == "learning_rate")
 
 
 def _diagnosis_of(acting: Sequence[Setting], diagnosis: Diagnosis | None, names: tuple[str, str]) -> Diagnosis | None:

@@ -8,9 +8,18 @@ from crossframe.verdict.diagnosis.diagnose import (
     Diagnosis,
     diagnose,
     diagnose_batches,
+    diagnose_untied,
     follows_optimizer,
     needs_full_tensors,
 )
 from crossframe.verdict.diagnosis.fit import SIGNATURES
 
-__all__ = ["SIGNATURES", "Diagnosis", "diagnose", "diagnose_batches", "follows_optimizer", "needs_full_tensors"]
+__all__ = [
+    "SIGNATURES",
+    "Diagnosis",
+    "diagnose",
+    "diagnose_batches",
+    "diagnose_untied",
+    "follows_optimizer",
+    "needs_full_tensors",
+]

@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD
+from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS
 from crossframe.verdict.diagnosis import (
     count_hypotheses,
     layer_hypotheses,
@@ -26,6 +26,7 @@ from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.values import assemble
 from crossframe.verdict.measure.walk import walk
 
 LEAVES = "; this leaves "
@@ -169,6 +170,31 @@ def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     return Diagnosis(
         "lost_step" if found.lost_step else "other_batches", f"from step {found.step} on, {found.text}{told}."
     )
+
+
+def diagnose_untied(a: Recording, b: Recording) -> Diagnosis | None:
+    """Return that a weight is tied in one run and a parameter of its own in the other; None if there is no such parameter."""
+    names = labels(a, b)
+    for own, tied, called in ((a, b, names), (b, a, names[::-1])):
+        for name in own.manifest.params.keys() - tied.manifest.params.keys():
+            for other, spec in tied.manifest.params.items():
+                if name not in spec.aliases:
+                    continue
+                text = (
+                    f"{name!r} is a parameter of its own in {called[0]}, and another name of {other!r} in {called[1]}"
+                )
+                return Diagnosis("tied_weight", f"{text}{_started(own, name, other)}.")
+    return None
+
+
+def _started(recording: Recording, *names: str) -> str:
+    """A clause on whether two parameters of a recording start equal; "" if they were not recorded."""
+    if not all(name in recording.manifest.params and recording.has(PARAMETERS, 0, name) for name in names):
+        return ""
+    first, second = (assemble(recording, PARAMETERS, 0, name) for name in names)
+    if first.elements is None or second.elements is None:
+        return ""
+    return f"; both start {'equal' if np.array_equal(first.elements, second.elements) else 'with different values'}"
 
 
 def _inputs_or_labels(a: Recording, b: Recording, found: Other) -> str:

@@ -17,12 +17,25 @@ ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
 
 @dataclass(frozen=True)
 class Normed:
-    """A kind of norm: the reduced dims, whether the mean is subtracted, and the dim of weight and bias."""
+    """A kind of norm: the reduced dims, whether the mean is subtracted, and the dim of weight and bias.
+
+    With groups, dim 1 (channels) is split into (groups, channels of a group), and `dims` are those of the split array.
+    """
 
     text: str
     dims: tuple[int, ...]
     centred: bool
     weight_dim: int
+    groups: int = 0
+
+    def split(self, array: np.ndarray) -> np.ndarray:
+        """An input or output with its channels split into groups."""
+        return array.reshape(len(array), self.groups, -1, *array.shape[2:]) if self.groups else array
+
+    def broadcast(self, weight: np.ndarray, ndim: int) -> np.ndarray:
+        """A weight or bias in a shape that broadcasts against inputs with `ndim` dims, split into groups."""
+        shape = [weight.size if dim == self.weight_dim else 1 for dim in range(ndim)]
+        return self.split(weight.reshape(shape))
 
 
 @dataclass(frozen=True)
@@ -53,13 +66,19 @@ class Epsilons:
 
 def norm_kinds(shape: Sequence[int], numel: int) -> Iterator[Normed]:
     """The kinds of norms that match a weight of `numel` elements: layer norm and RMS norm over the last dim, batch norm over all
-    dims except channels."""
+    dims except channels, group norm and instance norm over the channels of a group in each sample."""
     dims = tuple(range(len(shape)))
     if len(shape) >= 2 and shape[-1] == numel:
         yield Normed("layer norm", dims[-1:], True, dims[-1])
         yield Normed("RMS norm", dims[-1:], False, dims[-1])
     if len(shape) >= 2 and shape[1] == numel:
         yield Normed("batch norm", (0, *dims[2:]), True, 1)
+        for groups in (each for each in range(1, numel + 1) if numel % each == 0):
+            if groups < numel or len(shape) > 2:
+                text = (
+                    "instance norm" if groups == numel else f"group norm of {groups} group{'s' if groups > 1 else ''}"
+                )
+                yield Normed(text, (2, *(dim + 1 for dim in dims[2:])), True, 1, groups)
 
 
 def norm_epsilons(
@@ -79,10 +98,12 @@ def norm_epsilons(
         roundoff: unit roundoff of the output's dtype.
     """
     for kind in norm_kinds(sides.right.shape, weight.size):
-        shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
-        w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
-        right = one_side(kind, inputs[0], sides.right, w, b, roundoff, sides.limit)
-        wrong = one_side(kind, inputs[1], sides.wrong, w, b, roundoff, sides.limit)
+        ndim = sides.right.ndim
+        w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
+        right, wrong = (
+            one_side(kind, kind.split(x), kind.split(y), w, b, roundoff, sides.limit)
+            for x, y in zip(inputs, (sides.right, sides.wrong), strict=True)
+        )
         if right is None or wrong is None:
             continue
         (first, _), (second, residual) = right, wrong
@@ -115,10 +136,10 @@ def rounded_epsilons(
         return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
 
     for kind in norm_kinds(sides.right.shape, weight.size):
-        shape = [weight.size if dim == kind.weight_dim else 1 for dim in range(sides.right.ndim)]
-        w, b = weight.reshape(shape), 0.0 if bias is None else bias.reshape(shape)
+        ndim = sides.right.ndim
+        w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         found: list[tuple[float, float] | None] = []
-        for x, y in zip(inputs, (sides.right, sides.wrong), strict=True):
+        for x, y in zip(map(kind.split, inputs), map(kind.split, (sides.right, sides.wrong)), strict=True):
             centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
             square = np.square(centred).mean(axis=kind.dims, keepdims=True)
             fits = []

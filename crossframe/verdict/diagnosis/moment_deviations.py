@@ -83,9 +83,13 @@ def moment_deviations(
     if wrong.residual(stated) <= wrong.error(stated):
         return []  # the wrong side follows the rule
     if right.residual(stated) > right.error(stated):
-        # Something unrecorded, such as a gradient scaler, may have scaled the gradients of both sides.
-        scale = factor_between(right.gradient, right.went_in(stated))
-        right, wrong = (replace(side, gradient=scale * side.gradient) for side in (right, wrong))
+        # Something unrecorded, such as a gradient scaler or clipping, may have scaled gradients on both sides before the decay.
+        kept = [0.0 if squared else decay * side.before for side in (right, wrong)]
+        scale = factor_between(right.gradient - kept[0], right.went_in(stated) - kept[0])
+        right, wrong = (
+            replace(side, gradient=scale * (side.gradient - own) + own)
+            for side, own in zip((right, wrong), kept, strict=True)
+        )
         if scale <= 0 or right.residual(stated) > right.error(stated):
             return []
     fits: list[Fit] = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.lines import COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.lines import BACKWARD, COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
 from crossframe.verdict.diagnosis.reduction_fits import absent_ranks, low_reduction, weighted_ranks
@@ -132,8 +132,12 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
 
 
 def low_precision_reduction(case: Case) -> Iterator[Fit]:
-    """Gradients were reduced in a coarser dtype."""
-    if case.phase != REDUCE or case.quantity.sketched:
+    """Gradients were reduced in a coarser dtype, or those of microbatches were added up in the coarser dtype of the reduction."""
+    if case.quantity.sketched:
+        return
+    if case.phase == BACKWARD:
+        yield from _accumulated_low(case)
+    if case.phase != REDUCE:
         return
     grads = case.local_grads(case.wrong, case.name)
     cut = None if grads is None else [case.cut(grad) for grad in grads]
@@ -146,3 +150,13 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
             found.error,
             Claim(found.dtype),
         )
+
+
+def _accumulated_low(case: Case) -> Iterator[Fit]:
+    """A local gradient is stored in a coarser dtype than the run computes in, or has values of the reduction's dtype."""
+    known = case.wrong.manifest.settings.get("reduce_dtype"), case.quantity.dtypes[not case.swapped]
+    low = low_reduction(case.sides, None, 1, case.compute_roundoff, 1, case.microbatches)
+    if low is not None and low.dtype in known:
+        text = f"in {case.names[1]} all elements of the local gradient are {low.dtype} values, but it computes in "
+        text += case.wrong.manifest.dtype
+        yield Fit("low_precision_reduction", text, low.residual, low.error, Claim(low.dtype))

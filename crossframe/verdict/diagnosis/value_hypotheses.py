@@ -7,13 +7,16 @@ import numpy as np
 
 from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.factor_fits import counts_of, factor_of, name_of
+from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
 from crossframe.verdict.diagnosis.movement_fits import same_as, shift_of, transposition_of
 from crossframe.verdict.diagnosis.rank_hypotheses import SHARDED, factor_of_ranks, low_precision_reduction, missing_rank
 from crossframe.verdict.diagnosis.reduction_fits import mixed_ranks
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
 from crossframe.verdict.measure.metrics import distance, norm
+
+UNRELATED = 0.1
+"""The largest residual of gradients that a factor multiplies, as a share of their difference."""
 
 
 def constant_factor(case: Case) -> Iterator[Fit]:
@@ -29,14 +32,45 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     counts = [sizes] if sizes else [counts_of(recording.manifest) for recording in (case.wrong, case.right)]
     names = (name_of(factor.value, error, each) for error in (factor.noise, factor.error) for each in counts)
     name = next((name for name in names if name), None)
+    also = ""
     if name is None and is_shifted(sides, factor.error):
-        return
+        if not _gradients_have(case, factor):
+            return
+        also = ", and so do the gradients that follow from it"
     text = f"{case.names[1]} has {factor.value:.6g} times the values of {case.names[0]}"
     if case.quantity.within:
         text = f"the unsharded values are {factor.value:.6g} times the shards"
     claim = Claim(PLAIN, factor.value, factor.error)
     error = factor.roundoff if name else 0.0  # a fitted constant is never exact
-    yield Fit("constant_factor", f"{text}{f' ({name})' if name else ''}", factor.residual, error, claim)
+    yield Fit("constant_factor", f"{text}{f' ({name})' if name else ''}{also}", factor.residual, error, claim)
+
+
+def _gradients_have(case: Case, factor: Factor) -> bool:
+    """Whether all gradients of the step together are multiplied by the factor of a loss, up to `UNRELATED` of their difference.
+
+    A single loss cannot show a factor; the gradient of a loss to which something was added is not multiplied.
+    """
+    if case.quantity.event != "loss":
+        return False
+    rank, products = case.quantity.rank, np.zeros(3)
+    for name, spec in case.right.manifest.params.items():
+        sides = (
+            case.read(each, REDUCE, case.step, name)
+            if rank is None
+            else case.own(each, BACKWARD, case.step, rank, name)
+            for each in (case.right, case.wrong)
+        )
+        x, y = (np.zeros(spec.shape) if side is None else np.asarray(side, np.float64) for side in sides)
+        products += [np.vdot(x, x), np.vdot(x, y), np.vdot(y, y)]
+    xx, xy, yy = map(float, products)
+    if not xx or not math.isfinite(xx + yy):
+        return False
+    value = xy / xx
+    residual = math.sqrt(max(yy - value * xy, 0.0))
+    difference = math.sqrt(max(xx - 2 * xy + yy, 0.0))
+    if not accepted(residual, difference, UNRELATED * difference):
+        return False
+    return abs(value - factor.value) <= factor.error + residual / math.sqrt(xx)
 
 
 def is_shifted(sides: Contrast, error: float) -> bool:

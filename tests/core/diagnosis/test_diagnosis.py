@@ -470,20 +470,42 @@ def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> Non
     assert found is not None and found.signature == "weight_decay", found
 
 
+def test_clipping_that_is_not_recorded_scales_gradients_but_not_their_decay() -> None:
+    gradient, before = drawn(3, 40), drawn(4, 40)
+    right, wrong = (
+        Moment(np.zeros(40), 0.125 * gradient + decay * before, gradient + 0.01 * before, before, 2.0**-53)
+        for decay in (0.01, 0.02)
+    )
+    found = best(moment_deviations(right, wrong, Average(0.9, 1.0), (), norm(right.new - wrong.new), decay=0.01))
+    assert found is not None and found.signature == "weight_decay", found
+    assert "includes 0.02 times the parameter, while 0.01 times is stated" in found.evidence
+
+
 NORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
     "layer norm": ((5, 7, 16), (2,), True),
     "RMS norm": ((5, 7, 16), (2,), False),
     "batch norm": ((9, 4, 3, 3), (0, 2, 3), True),
+    "group norm of 2 groups": ((9, 4, 3, 3), (2, 3, 4), True),
+    "group norm of 1 group": ((9, 4, 3), (2, 3), True),
+    "instance norm": ((9, 4, 3, 3), (2, 3), True),
 }
+OF_CHANNELS = frozenset(NORMS) - {"layer norm", "RMS norm"}
 
 
 def normed(kind: str, x: np.ndarray, w: np.ndarray, b: np.ndarray, epsilon: float, under_root: bool) -> np.ndarray:
     dims, centred = NORMS[kind][1:]
+    full = x.shape
+    if kind.startswith("group"):
+        x = x.reshape(full[0], 2 if "2" in kind else 1, -1, *full[2:])
     x = x - x.mean(axis=dims, keepdims=True) if centred else x
     square = np.square(x).mean(axis=dims, keepdims=True)
     below = np.sqrt(square + epsilon) if under_root else np.sqrt(square) + epsilon
-    shape = (1, -1, 1, 1) if kind == "batch norm" else (-1,)
-    return x / below * w.reshape(shape) + b.reshape(shape)
+    shape = weight_shape(kind)
+    return (x / below).reshape(full) * w.reshape(shape) + b.reshape(shape)
+
+
+def weight_shape(kind: str) -> tuple[int, ...]:
+    return (1, -1, *[1] * (len(NORMS[kind][0]) - 2)) if kind in OF_CHANNELS else (-1,)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -492,7 +514,7 @@ def normed(kind: str, x: np.ndarray, w: np.ndarray, b: np.ndarray, epsilon: floa
 )
 def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, second: tuple) -> None:
     shape = NORMS[kind][0]
-    x, (w, b) = 0.3 * drawn(1, *shape), drawn(2, 2, shape[1] if kind == "batch norm" else shape[-1])
+    x, (w, b) = 0.3 * drawn(1, *shape), drawn(2, 2, shape[1] if kind in OF_CHANNELS else shape[-1])
     outputs = [normed(kind, x, w, b, *each).astype(np.float32) for each in (first, second)]
     found = norm_epsilons(Contrast.of(outputs[0], outputs[1], 1e-7 * norm(outputs[0])), (x, x), w, b, 2.0**-24)
     assert found is not None and found.text == kind
@@ -507,7 +529,7 @@ def test_epsilons_within_the_rounding_of_bfloat16_are_found(kind: str, late: boo
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32).astype(ml_dtypes.bfloat16)
 
-    dim = 1 if kind == "batch norm" else -1
+    dim = 1 if kind in OF_CHANNELS else -1
     shape = NORMS[kind][0]
     x, w = rounded(0.05 * drawn(1, *shape)).astype(np.float64), rounded(drawn(2, shape[dim])).astype(np.float64)
     b, ones, zeros = np.zeros_like(w), np.ones_like(w), np.zeros_like(w)
@@ -516,7 +538,7 @@ def test_epsilons_within_the_rounding_of_bfloat16_are_found(kind: str, late: boo
         if not late:
             return rounded(normed(kind, x, w, b, epsilon, True))
         first = rounded(normed(kind, x, ones, zeros, epsilon, True)).astype(np.float64)
-        return rounded(first * w.reshape((1, -1, 1, 1) if kind == "batch norm" else (-1,)))
+        return rounded(first * w.reshape(weight_shape(kind)))
 
     outputs = [output(epsilon) for epsilon in (1e-6, 1e-5)]
     found = rounded_epsilons(Contrast.of(*outputs, 1e-2 * norm(outputs[0])), (x, x), w, None, "bfloat16")

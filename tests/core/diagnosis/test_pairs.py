@@ -360,6 +360,25 @@ def test_what_sgd_did_otherwise_is_said(name: str, clean: Clean, tmp_path: Path)
         assert said in found.evidence and "in wrong" in found.evidence, found.evidence
 
 
+@pytest.mark.parametrize(("gradients", "signature"), [(0.5, "constant_factor"), (1.0, None), (0.6, None)])
+def test_a_single_loss_has_a_factor_if_gradients_have_it(
+    gradients: float, signature: str | None, tmp_path: Path
+) -> None:
+    alone: dict[str, Any] = {"dtype": "float32", "world_size": 1}
+    faults = Faults(loss=lambda s, x: x / 2, local=lambda s, r, grads: {n: gradients * g for n, g in grads.items()})
+    for quantity, found in both_ways(record(tmp_path / "right", **alone), tmp_path, faults, **alone):
+        assert quantity.event == "loss" and (found.signature if found else None) == signature, found
+        assert found is None or "and so do the gradients" in found.evidence
+
+
+def test_local_gradients_in_the_dtype_of_the_reduction_are_named(tmp_path: Path) -> None:
+    stated: dict[str, Any] = SINGLE | {"other": {"reduce_dtype": "bfloat16"}}
+    faults = Faults(local=lambda s, r, grads: {n: g.astype(ml_dtypes.bfloat16) for n, g in grads.items()})
+    for quantity, found in both_ways(record(tmp_path / "right", **stated), tmp_path, faults, **stated):
+        assert quantity.event == "backward" and found is not None, quantity.event
+        assert found.signature == "low_precision_reduction" and "bfloat16 values" in found.evidence
+
+
 def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> None:
     adam: dict[str, Any] = {**SINGLE, "optimizer": "Adam"}
     right = record(tmp_path / "right", Faults(decay=0.0, coupled=DECAY), **adam)

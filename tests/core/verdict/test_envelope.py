@@ -80,6 +80,27 @@ def test_what_no_perturbed_run_does_is_a_bug_there(perturbed, tmp_path, phase):
     assert "measured on 4 perturbed runs of a" in found.reason
 
 
+def test_zeros_of_dropout_are_decisive_with_few_perturbed_runs(tmp_path):
+    def half_of_bound(dropped):
+        def change(phase, step, rank, name, array):
+            if (phase, name) != ("output", "block"):
+                return array
+            mask = np.arange(array.size).reshape(array.shape) % 4 != 1
+            return (array * mask * 4 / 3 if dropped else array + 0.55 * array[::-1]).astype(array.dtype)
+
+        return change
+
+    made = synthetic.manifest(dtype="float32")
+    a = synthetic.record(tmp_path / "a", made)
+    for i in range(1, 5):
+        synthetic.record(tmp_path / "a" / perturbed_run_folder(i), made, tamper=jitter(i, 0.03))
+    dropped = compare(a, run(tmp_path / "dropped", tamper=half_of_bound(True)))
+    assert dropped.verdict is Verdict.BUG and dropped.diagnosis.signature == "dropout", dropped.reason
+    assert 1 < dropped.envelope_used < 3
+    other = compare(a, run(tmp_path / "other", tamper=half_of_bound(False)))
+    assert other.verdict is Verdict.INCONCLUSIVE and 1 < other.envelope_used < 3, other.reason
+
+
 def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
     def edits(factor, seed=None):
         def change(phase, step, rank, name, array):

@@ -70,6 +70,19 @@ def test_a_schedule_that_differs_is_reported_first(tmp_path, step):
     assert found.diagnosis and found.diagnosis.signature == "constant_factor"
 
 
+def test_numbers_within_a_bound_do_not_hide_another_learning_rate(tmp_path):
+    """A bound that is too coarse to show a learning rate does not show that it is the same."""
+    a, b = rated(tmp_path / "a", [0.1, 0.1, 0.1]), tmp_path / "b"
+    synthetic.record(b, tamper=synthetic.jitter(1, 1e-15))
+    assert compare(a, Recording.open(b)).verdict is Verdict.ROUNDING
+    for rank in range(2):
+        line = '{"event": "step", "step": 0, '
+        synthetic.edit_events(b, line, f'{line}"rates": [0.2], ', rank=rank)
+    found = compare(a, Recording.open(b))
+    assert found.verdict is Verdict.INCOMPARABLE and found.first_divergence is None
+    assert found.reason.startswith("learning rate differs: 0.1 in a, 0.2 in b; from the numbers alone: losses differ")
+
+
 def test_a_later_schedule_excuses_no_earlier_difference(tmp_path):
     a, b = rated(tmp_path / "a", [0.1, 0.1, 0.1]), tmp_path / "b"
     synthetic.record(b, tamper=lambda p, s, r, n, x: 2 * x if (p, s, n) == ("update", 1, "bias") else x)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from crossframe.layout import FlatLayout
+from crossframe.param_map import identity_map
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.pair import Pair
@@ -297,6 +298,24 @@ def test_other_parameters_are_incomparable(tmp_path, monkeypatch, b, match):
     assert found.verdict is Verdict.INCOMPARABLE
     assert match in found.reason
     assert found.to_json()["max_relative_loss_difference"] is None
+
+
+def test_a_weight_that_is_tied_in_one_run_only_is_named(tmp_path):
+    own = synthetic.manifest()
+    root, block = own.units
+    specs = tuple(replace(spec, aliases=("bias",)) for spec in root[1].params if spec.name == "embed")
+    layout = FlatLayout(specs, own.mesh.shard, keep_original=True)
+    names = identity_map({name: shape for name, shape in synthetic.SHAPES.items() if name != "bias"})
+    a = synthetic.record(tmp_path / "a", replace(own, units=((root[0], layout), block), param_map=names))
+    b = synthetic.record(tmp_path / "b", own)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.INCOMPARABLE and found.reason == "parameter 'bias' is only in b"
+        assert found.diagnosis.signature == "tied_weight"
+        said = (
+            "'bias' is a parameter of its own in b, and another name of 'embed' in a; both start with different values."
+        )
+        assert found.diagnosis.evidence == said
 
 
 SETTINGS = [
