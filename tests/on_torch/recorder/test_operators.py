@@ -206,12 +206,18 @@ def test_explain_makes_both_runs_again(tmp_path, capsys, monkeypatch):
         settings = {COMMAND: shlex.join(["crossframe", "record", str(path)])}
         assert script.run(str(path), [], str(tmp_path / name), settings=settings) == 0
     status = explain(
-        (tmp_path / "a", tmp_path / "b"), folder=None, timeout=300, as_json=False, console=Console(width=200)
+        (tmp_path / "a", tmp_path / "b"),
+        folder=None,
+        timeout=300,
+        svg=tmp_path / "operators.svg",
+        as_json=False,
+        console=Console(width=200),
     )
     said = capsys.readouterr().out
     assert status == 1
     assert f"b.py:{line_of('math.sqrt(4)')}: scores = scores / math.sqrt(8)" in said
     assert "the output in b is 0.707107 times that in a" in said
+    assert "b.py:" in (tmp_path / "operators.svg").read_text()
 
 
 COMPILED = """
