@@ -9,8 +9,8 @@ do not distinguish the two cases, because Adam's do not depend on a factor of th
 The factor only brings both recordings to the same units. Every quantity is then judged by its own bound, so a wrong loss or
 gradient on one rank or of one parameter is found. If a loop clips its gradients itself, they are recorded after it, and clipping
 takes out any factor. So the unscaled side's reduced gradients must be the mean or the sum of its local gradients. Factors below
-two are never attributed to a scale: the difference may be small
-enough for reduced gradients to agree within the rounding of a coarse dtype although the optimizer receives wrong ones.
+two are never attributed to a scale: the reduced gradients could then agree within the rounding of a coarse dtype although the
+optimizer receives wrong ones.
 """
 
 import math

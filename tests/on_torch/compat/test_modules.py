@@ -255,7 +255,7 @@ def _refused(rank, world_size):
         }
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
         loss_of(model, 0, rank).backward()
-        refused["zero"] = refusal(optimizer.step, "ZeroRedundancyOptimizer", "by itself", kind=UsageError)
+        refused["zero"] = refusal(optimizer.step, "ZeroRedundancyOptimizer", "directly", kind=UsageError)
         wrong += [(api, what, said) for what, said in refused.items() if said]
     return wrong
 
