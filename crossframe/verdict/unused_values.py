@@ -26,7 +26,7 @@ from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.quantities import ACTIVATION, finite
 
 VISIBLE = 100.0
-"""How many times the bounds of what could follow from it a difference must be."""
+"""The factor by which a difference must exceed the bounds of its possible consequences."""
 MOST_ROWS = 0.5
 """A fault of a module changes most rows."""
 
@@ -38,7 +38,7 @@ class _Step:
     Attributes:
         smallest: the smallest difference of an activation outside its bound.
         loss: the largest bound of a loss, relative to the loss.
-        squares: of all gradients, the sums of the squares of their limits and of their norms.
+        squares: the sums of the squares of all gradients' limits and of their norms.
     """
 
     smallest: float = math.inf
