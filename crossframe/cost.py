@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.plan import PlannedBucket, PlannedUnit, api_of
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -53,9 +53,9 @@ class Hardware:
             if value is None and name == "replica_bytes_per_second":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise PlanError(f"{name}: expected a finite number of at least 0, got {shown(value)}")
+                raise PlanError(f"{name}: expected a finite number of at least 0, got {quote(value)}")
             if value == 0 and name != "latency_seconds":
-                raise PlanError(f"{name}: expected a number above 0, got {shown(value)}")
+                raise PlanError(f"{name}: expected a number above 0, got {quote(value)}")
 
     def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int) -> float:
         """Time of a collective whose unsharded side has n = `num_bytes`, over p ranks with latency a and bandwidth 1/b.
@@ -168,19 +168,19 @@ def step_cost(
         PlanError: the plan has an event of another unit, or a number is too small.
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
-        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
+        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {quote(units)}")
     if not (hardware is None or isinstance(hardware, Hardware)):
-        raise PlanError(f"expected a Hardware, got {shown(hardware)}")
+        raise PlanError(f"expected a Hardware, got {quote(hardware)}")
     sizes = {} if activation_bytes is None else activation_bytes
     if isinstance(sizes, Mapping) and (unknown := [name for name in sizes if name not in {u.name for u in units}]):
-        raise PlanError(f"activation_bytes: {shown(unknown[0])} is none of the units {[unit.name for unit in units]}")
+        raise PlanError(f"activation_bytes: {quote(unknown[0])} is none of the units {[unit.name for unit in units]}")
     if not isinstance(sizes, Mapping) or not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise PlanError(f"activation_bytes: expected numbers of bytes by unit, got {shown(activation_bytes)}")
+        raise PlanError(f"activation_bytes: expected numbers of bytes by unit, got {quote(activation_bytes)}")
     if not isinstance(plan, list | tuple) or not all(isinstance(event, Event) for event in plan):
-        raise PlanError(f"expected a list of events, as step_plan gives it, got {shown(plan)}")
+        raise PlanError(f"expected a list of events, as step_plan gives it, got {quote(plan)}")
     for name, value, least in (("tokens", tokens, 1), ("optimizer_states", optimizer_states, 0)):
         if type(value) is not int or value < least:
-            raise PlanError(f"{name}: expected a number of at least {least}, got {shown(value)}")
+            raise PlanError(f"{name}: expected a number of at least {least}, got {quote(value)}")
     ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, sizes)
     clock = _Clock(hardware or Hardware(), tokens)
     spans = []

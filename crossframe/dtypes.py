@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from crossframe.errors import ParamError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 _DTYPES = {
     "float64": np.dtype(np.float64),
@@ -20,7 +20,7 @@ def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a name; ParamError if it is not a floating dtype that can be sharded."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise ParamError(f"unknown dtype {shown(name)}: expected one of {', '.join(FLOATING)}")
+        raise ParamError(f"unknown dtype {quote(name)}: expected one of {', '.join(FLOATING)}")
     return dtype
 
 

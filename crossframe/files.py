@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from crossframe.errors import CrossframeError
-from crossframe.shown import shown, shown_path
+from crossframe.quoting import quote, quote_path
 
 # Size of the blocks of a verified file, each of which has a digest.
 BLOCK = 1 << 18
@@ -46,7 +46,7 @@ class FileError(CrossframeError):
     """
 
     def __init__(self, path: Path | str, reason: str, *, missing: bool = False) -> None:
-        super().__init__(f"{shown_path(path)}: {reason}")
+        super().__init__(f"{quote_path(path)}: {reason}")
         self.reason, self.missing = reason, missing
 
 
@@ -201,7 +201,7 @@ class VerifiedFile:
             raise FileError(
                 path,
                 "has other content than was written (its checksum differs): expected the sha256 "
-                f"{shown(sha256[:12])}..., got {digest.hexdigest()[:12]}...",
+                f"{quote(sha256[:12])}..., got {digest.hexdigest()[:12]}...",
             )
         self._last: tuple[int, bytes] = (-1, b"")
 

@@ -18,7 +18,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import MeshError, NonFiniteError, UsageError
 from crossframe.mesh import MeshSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # As in torch.nn.utils.clip_grad_norm_: added to the norm, which may be 0 and is divided by.
 EPSILON = 1e-6
@@ -53,7 +53,7 @@ def check_norm_type(norm_type: object) -> float:
     """
     order = math.inf if norm_type == "inf" else _number(norm_type)
     if order is None or not order > 0:
-        raise UsageError(f"norm_type: expected a number above 0, or inf, got {shown(norm_type)}")
+        raise UsageError(f"norm_type: expected a number above 0, or inf, got {quote(norm_type)}")
     return order
 
 
@@ -65,7 +65,7 @@ def check_max_norm(max_norm: object) -> float:
     """
     bound = _number(max_norm)
     if bound is None or not bound >= 0:
-        raise UsageError(f"max_norm: expected a number of at least 0, got {shown(max_norm)}")
+        raise UsageError(f"max_norm: expected a number of at least 0, got {quote(max_norm)}")
     return bound
 
 
@@ -103,14 +103,14 @@ def norm_reductions(meshes: Mapping[str, MeshSpec], rank: int, norm_type: float 
     """
     op = Op.MAX if check_norm_type(norm_type) == math.inf else Op.SUM
     if not isinstance(meshes, Mapping) or not all(isinstance(mesh, MeshSpec) for mesh in meshes.values()):
-        raise MeshError(f"expected the MeshSpec of every unit by its name, got {shown(meshes)}")
+        raise MeshError(f"expected the MeshSpec of every unit by its name, got {quote(meshes)}")
     units: dict[MeshSpec, list[str]] = {}
     for name, mesh in meshes.items():
         units.setdefault(mesh, []).append(name)
     sizes = {mesh.world_size: names[0] for mesh, names in units.items()}
     if len(sizes) > 1:
         raise MeshError(
-            f"units of one model live on the same ranks: expected one world size, got {shown(sizes)} (size: unit)"
+            f"units of one model live on the same ranks: expected one world size, got {quote(sizes)} (size: unit)"
         )
     return tuple(NormReduction(tuple(names), mesh.shard_group(rank), op) for mesh, names in units.items())
 

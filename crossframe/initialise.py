@@ -23,7 +23,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import InitialisationError
 from crossframe.layout import Piece, Sharding
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unit_assignment import Order, Slot, UnitSpec, post_order
 
 
@@ -129,13 +129,13 @@ def _check_described(
     known = set(modules)
     for slot in slots:
         if not isinstance(slot, Slot) or slot.module not in known:
-            raise InitialisationError(f"expected Slots of the modules {shown(sorted(known))}, got {shown(slot)}")
+            raise InitialisationError(f"expected Slots of the modules {quote(sorted(known))}, got {quote(slot)}")
     if wrong := [unit for unit in units if not isinstance(unit, UnitSpec)]:
-        raise InitialisationError(f"expected units as UnitSpecs, got {shown(wrong[0])}")
+        raise InitialisationError(f"expected units as UnitSpecs, got {quote(wrong[0])}")
     names = {slot.name for slot in slots}
     ties = {} if tied_to is None else tied_to
     if not isinstance(ties, Mapping) or any(name not in names for name in (*ties, *map(str, ties.values()))):
-        raise InitialisationError(f"tied_to: expected names of parameters by names, got {shown(tied_to)}")
+        raise InitialisationError(f"tied_to: expected names of parameters by names, got {quote(tied_to)}")
 
 
 def _by_module(modules: Sequence[str], slots: Sequence[Slot]) -> dict[str, list[Slot]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crossframe.errors import MeshError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Communication libraries represent ranks by 32-bit ints.
 MAX_WORLD_SIZE = 2**31 - 1
@@ -25,10 +25,10 @@ class MeshSpec:
         for axis in ("shard", "replicate"):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
-                raise MeshError(f"mesh axis {axis!r}: expected a size of at least 1, got {shown(size)}")
+                raise MeshError(f"mesh axis {axis!r}: expected a size of at least 1, got {quote(size)}")
         if self.world_size > MAX_WORLD_SIZE:
             raise MeshError(
-                f"expected at most {MAX_WORLD_SIZE} ranks, got mesh axes of {shown(self.replicate)} x {shown(self.shard)}"
+                f"expected at most {MAX_WORLD_SIZE} ranks, got mesh axes of {quote(self.replicate)} x {quote(self.shard)}"
             )
 
     @property
@@ -65,10 +65,10 @@ class MeshSpec:
 def check_rank(rank: int, world_size: int) -> None:
     """Raise MeshError unless 0 <= rank < world_size."""
     if type(rank) is not int or not 0 <= rank < world_size:
-        raise MeshError(f"expected a rank from 0 to {world_size - 1}, got {shown(rank)}")
+        raise MeshError(f"expected a rank from 0 to {world_size - 1}, got {quote(rank)}")
 
 
 def check_world_size(world_size: int) -> None:
     """Raise MeshError unless this is an int from 1 to MAX_WORLD_SIZE."""
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise MeshError(f"expected a world size of at least 1 and at most {MAX_WORLD_SIZE}, got {shown(world_size)}")
+        raise MeshError(f"expected a world size of at least 1 and at most {MAX_WORLD_SIZE}, got {quote(world_size)}")

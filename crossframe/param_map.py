@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import MappingError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,23 @@ class MapEntry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise MappingError(f"an entry needs a name: expected a non-empty string, got {shown(self.name)}")
+            raise MappingError(f"an entry needs a name: expected a non-empty string, got {quote(self.name)}")
         paths = self.path if isinstance(self.path, tuple) else (self.path,)
         if not paths or not all(isinstance(path, str) and path for path in paths):
             raise MappingError(
-                f"an entry needs a path: expected a non-empty string, or a tuple of them, got {shown(self.path)}"
+                f"an entry needs a path: expected a non-empty string, or a tuple of them, got {quote(self.path)}"
             )
         if self.axes is not None and not _is_permutation(self.axes):
-            raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {shown(self.axes)}")
+            raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {quote(self.axes)}")
         if self.split is not None and not _is_split(self.split, self.axes):
             raise MappingError(
                 f"parameter {self.name!r}: expected as split a canonical dim and the size of the inner of two dims, which the "
-                f"axes count, got {shown(self.split)} with axes {self.axes}"
+                f"axes count, got {quote(self.split)} with axes {self.axes}"
             )
         if self.rows is not None and not (_are_sizes(self.rows) and len(self.rows) == len(paths) > 1):
             raise MappingError(
                 f"parameter {self.name!r}: expected as rows a positive number for each of several paths, got "
-                f"{shown(self.rows)} for {len(paths)}"
+                f"{quote(self.rows)} for {len(paths)}"
             )
 
     @property
@@ -165,7 +165,7 @@ class MapEntry:
     def _run(self, shape: tuple[int, ...], path: str | None) -> tuple[int, int]:
         """The canonical rows of one of several paths."""
         if path not in self.paths:
-            raise MappingError(f"parameter {self.name!r}: expected one of the paths {self.paths}, got {shown(path)}")
+            raise MappingError(f"parameter {self.name!r}: expected one of the paths {self.paths}, got {quote(path)}")
         index = self.paths.index(path)
         rows = self.rows or (shape[0] // len(self.paths),) * len(self.paths)
         return sum(rows[:index]), sum(rows[: index + 1])
@@ -199,7 +199,7 @@ class ParamMap:
 
     def __post_init__(self) -> None:
         if not isinstance(self.entries, tuple) or not all(isinstance(entry, MapEntry) for entry in self.entries):
-            raise MappingError(f"expected a tuple of MapEntry, got {shown(self.entries)}")
+            raise MappingError(f"expected a tuple of MapEntry, got {quote(self.entries)}")
         for field, values in (
             ("name", [entry.name for entry in self.entries]),
             ("path", [path for entry in self.entries for path in entry.paths]),
@@ -270,7 +270,7 @@ class ParamMap:
         entries = []
         for row in rows if isinstance(rows, list) else [rows]:
             if not isinstance(row, list) or len(row) not in (3, 5):
-                raise MappingError(f"expected a list of [name, path, axes], got {shown(row)}")
+                raise MappingError(f"expected a list of [name, path, axes], got {quote(row)}")
             fields: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
             entries.append(MapEntry(*fields))
         return cls(tuple(entries))

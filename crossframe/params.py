@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import ParamError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Sizes, strides and bytes are signed 64-bit ints in numpy, torch and XLA.
 OVERFLOW = 2**63
@@ -39,25 +39,25 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ParamError(f"a parameter needs a name: expected a non-empty string, got {shown(self.name)}")
+            raise ParamError(f"a parameter needs a name: expected a non-empty string, got {quote(self.name)}")
         if not isinstance(self.shape, tuple) or not all(type(size) is int and size >= 0 for size in self.shape):
             raise ParamError(
-                f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {shown(self.shape)}"
+                f"parameter {self.name!r}: expected a tuple of sizes >= 0 as shape, got {quote(self.shape)}"
             )
         # Strides of an empty tensor overflow too: a size of 0 counts as 1.
         numel = math.prod(self.shape) or math.prod(max(1, size) for size in self.shape)
         if numel * itemsize(self.dtype) >= OVERFLOW:
             raise ParamError(
                 f"parameter {self.name!r}: a shape that overflows: expected fewer than 2**63 bytes of {self.dtype}, got "
-                f"shape {shown(self.shape)}"
+                f"shape {quote(self.shape)}"
             )
         if not isinstance(self.aliases, tuple) or not all(isinstance(alias, str) and alias for alias in self.aliases):
             raise ParamError(
-                f"parameter {self.name!r}: expected a tuple of names as aliases, got {shown(self.aliases)}"
+                f"parameter {self.name!r}: expected a tuple of names as aliases, got {quote(self.aliases)}"
             )
         if not isinstance(self.requires_grad, bool):
             raise ParamError(
-                f"parameter {self.name!r}: expected a bool as requires_grad, got {shown(self.requires_grad)}"
+                f"parameter {self.name!r}: expected a bool as requires_grad, got {quote(self.requires_grad)}"
             )
         names = (self.name, *self.aliases)
         if len(set(names)) != len(names):
@@ -72,7 +72,7 @@ class ParamSpec:
 def check_params(params: tuple[ParamSpec, ...]) -> None:
     """Raise ParamError unless this is a tuple of parameters without a common name or alias."""
     if not isinstance(params, tuple) or not all(isinstance(param, ParamSpec) for param in params):
-        raise ParamError(f"expected a tuple of ParamSpec, got {shown(params)}")
+        raise ParamError(f"expected a tuple of ParamSpec, got {quote(params)}")
     check_unique_names(params)
 
 

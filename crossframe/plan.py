@@ -14,8 +14,8 @@ from crossframe.errors import PlanError
 from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group, reduced_layout
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision, PrecisionPolicy
+from crossframe.quoting import quote
 from crossframe.reduction import ReductionStep, reduction_steps
-from crossframe.shown import shown
 from crossframe.step import Action, ModelStep, StepSettings, UnitStep
 from crossframe.step.root_step import Do
 from crossframe.step.unit import reshard_choice
@@ -34,7 +34,7 @@ class PlannedBucket:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, LAYOUTS) or not isinstance(self.precision, Precision):
-            raise PlanError(f"expected a layout and a Precision, got {shown(self.layout)} and {shown(self.precision)}")
+            raise PlanError(f"expected a layout and a Precision, got {quote(self.layout)} and {quote(self.precision)}")
 
     @property
     def trained(self) -> bool:
@@ -63,18 +63,18 @@ class PlannedUnit:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise PlanError(f"expected the name of a unit as a string, got {shown(self.name)}")
+            raise PlanError(f"expected the name of a unit as a string, got {quote(self.name)}")
         buckets = self.buckets
         if not isinstance(buckets, tuple) or not buckets or not all(isinstance(b, PlannedBucket) for b in buckets):
-            raise PlanError(f"unit {self.name!r}: expected a tuple of at least one PlannedBucket, got {shown(buckets)}")
+            raise PlanError(f"unit {self.name!r}: expected a tuple of at least one PlannedBucket, got {quote(buckets)}")
         if type(self.reshard_after_forward) not in (bool, int):
             raise PlanError(
                 f"unit {self.name!r}: expected a bool or a number of ranks as reshard_after_forward, got "
-                f"{shown(self.reshard_after_forward)}"
+                f"{quote(self.reshard_after_forward)}"
             )
         if not isinstance(self.keeps_full_unreduced, bool) or not isinstance(self.api, Api):
             raise PlanError(
-                f"unit {self.name!r}: expected a bool and an Api, got {shown(self.keeps_full_unreduced)} and {shown(self.api)}"
+                f"unit {self.name!r}: expected a bool and an Api, got {quote(self.keeps_full_unreduced)} and {quote(self.api)}"
             )
 
 
@@ -99,7 +99,7 @@ def plan_units(
     """
     if not (reshard_after_forward is None or type(reshard_after_forward) in (bool, int)):
         raise PlanError(
-            f"reshard_after_forward: expected None, a bool or a number of ranks, got {shown(reshard_after_forward)}"
+            f"reshard_after_forward: expected None, a bool or a number of ranks, got {quote(reshard_after_forward)}"
         )
     policy = PrecisionPolicy() if policy is None else policy
     _expect(("strategy", strategy, Strategy), ("api", api, Api), ("policy", policy, PrecisionPolicy))
@@ -123,13 +123,13 @@ def plan_units(
 def _expect(*wanted: tuple[str, object, type]) -> None:
     for name, value, kind in wanted:
         if not isinstance(value, kind):
-            raise PlanError(f"{name}: expected a {kind.__name__}, got {shown(value)}")
+            raise PlanError(f"{name}: expected a {kind.__name__}, got {quote(value)}")
 
 
 def _pairs(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]]:
     pairs = isinstance(layouts, tuple | list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in layouts)
     if not pairs or not all(isinstance(name, str) and isinstance(layout, LAYOUTS) for name, layout in layouts):
-        raise PlanError(f"expected a list of (unit name, layout), got {shown(layouts)}")
+        raise PlanError(f"expected a list of (unit name, layout), got {quote(layouts)}")
     return layouts
 
 
@@ -160,7 +160,7 @@ def step_plan(
             the mesh does not support.
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
-        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {shown(units)}")
+        raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {quote(units)}")
     return list(_Planner(tuple(units), mesh, rank, backward_prefetch, forward_prefetch, microbatches, sync).step())
 
 
@@ -361,7 +361,7 @@ def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, 
         raise PlanError(f"a unit stands twice among {names}: give its layouts to plan_units together")
     for name, value, least in (("forward_prefetch", forward_prefetch, 0), ("microbatches", microbatches, 1)):
         if type(value) is not int or value < least:
-            raise PlanError(f"{name}: expected a number of at least {least}, got {shown(value)}")
+            raise PlanError(f"{name}: expected a number of at least {least}, got {quote(value)}")
     for unit in units:
         for bucket in unit.buckets:
             if bucket.layout.world_size != mesh.shard:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from crossframe.api import Api
 from crossframe.dtypes import FLOATING, itemsize
 from crossframe.errors import PlanError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PrecisionPolicy:
         for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "cast_forward_inputs"):
-                raise PlanError(f"{name}: expected a bool, got {shown(value)}")
+                raise PlanError(f"{name}: expected a bool, got {quote(value)}")
 
     def resolve(self, stored: str) -> "Precision":
         """The dtypes of parameters that are stored in `stored`."""

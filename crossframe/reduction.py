@@ -12,7 +12,7 @@ from crossframe.api import Api
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.mesh import MeshSpec, check_world_size
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class ReductionStep(Enum):
@@ -67,7 +67,7 @@ def reduction_steps(mesh: MeshSpec, api: Api = Api.FSDP1, *, all_reduce: bool = 
 
 def _check(mesh: MeshSpec, api: Api) -> None:
     if not isinstance(mesh, MeshSpec) or not isinstance(api, Api):
-        raise PlanError(f"expected a MeshSpec and an Api, got {shown(mesh)} and {shown(api)}")
+        raise PlanError(f"expected a MeshSpec and an Api, got {quote(mesh)} and {quote(api)}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def custom_factors(factor: float, dtype: str = "float32", *, sum_only: bool = Fa
     """
     itemsize(dtype)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise PlanError(f"expected a finite gradient divide factor above 0, got {shown(factor)}")
+        raise PlanError(f"expected a finite gradient divide factor above 0, got {quote(factor)}")
     if dtype in ("float32", "bfloat16"):
         return DivideFactors(1.0, float(factor)) if sum_only else DivideFactors(float(factor), 1.0)
     return _split(float(factor))

@@ -4,7 +4,7 @@ from enum import Enum
 
 from crossframe.errors import PlanError
 from crossframe.mesh import MeshSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class Strategy(Enum):
@@ -41,7 +41,7 @@ class Strategy(Enum):
         world = MeshSpec(shard=world_size)
         if self.is_hybrid != (shard is not None):
             expected = "the number of ranks in a shard group" if self.is_hybrid else "no size of a shard group"
-            raise PlanError(f"{self.value}: expected {expected}, got {shown(shard)}")
+            raise PlanError(f"{self.value}: expected {expected}, got {quote(shard)}")
         if shard is not None:
             group = MeshSpec(shard=shard)
             if world.shard % group.shard:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.files import FileError, VerifiedFile, parse_json
-from crossframe.shown import shown, shown_error
+from crossframe.quoting import quote, quote_error
 
 _CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 # The names in safetensors of the dtypes that arrays are stored as.
@@ -139,12 +139,12 @@ class TensorFile:
     def _entry(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Entry:
         entry = self._entries.get(name)
         if entry is None:
-            raise FileError(self.path, f"expected a tensor {shown(name)}, it is not in the file")
+            raise FileError(self.path, f"expected a tensor {quote(name)}, it is not in the file")
         if (entry.dtype, entry.shape) != (carrier(dtype), shape):
             raise FileError(
                 self.path,
-                f"tensor {shown(name)}: expected shape {shown(shape)} of {dtype.name} (as {carrier(dtype).name}), "
-                f"got shape {shown(entry.shape)} of {entry.dtype.name}",
+                f"tensor {quote(name)}: expected shape {quote(shape)} of {dtype.name} (as {carrier(dtype).name}), "
+                f"got shape {quote(entry.shape)} of {entry.dtype.name}",
             )
         return entry
 
@@ -157,10 +157,10 @@ class TensorFile:
             header = parse_json(bytes(self._file.read(8, 8 + length)))
         except ValueError as error:
             raise FileError(
-                self.path, f"is not a file of tensors: its header is not JSON ({shown_error(error)})"
+                self.path, f"is not a file of tensors: its header is not JSON ({quote_error(error)})"
             ) from None
         if not isinstance(header, dict):
-            raise FileError(self.path, f"is not a file of tensors: its header is {shown(header)}")
+            raise FileError(self.path, f"is not a file of tensors: its header is {quote(header)}")
         header.pop("__metadata__", None)
         return {name: self._checked(name, fields, 8 + length) for name, fields in header.items()}
 
@@ -172,12 +172,12 @@ class TensorFile:
         offsets: Any = entry.get("data_offsets")
         found = _DTYPES.get(dtype) if isinstance(dtype, str) else None
         if found is None or not _are_sizes(shape, MOST_DIMS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
-            raise FileError(self.path, f"tensor {shown(name)}: its header has {shown(fields)}")
+            raise FileError(self.path, f"tensor {quote(name)}: its header has {quote(fields)}")
         start, stop = offsets
         if not 0 <= start <= stop <= self._file.size - first or stop - start != math.prod(shape) * found.itemsize:
             raise FileError(
                 self.path,
-                f"tensor {shown(name)}: shape {shown(shape)} of {found.name} does not lie at bytes {shown(offsets)} of "
+                f"tensor {quote(name)}: shape {quote(shape)} of {found.name} does not lie at bytes {quote(offsets)} of "
                 f"{self._file.size - first}",
             )
         return _Entry(found, tuple(shape), first + start)

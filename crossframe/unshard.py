@@ -6,7 +6,7 @@ from enum import Enum
 
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.layout import Layout
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class AuthoritativeStorage(Enum):
@@ -77,7 +77,7 @@ class UnshardRequest:
     def __post_init__(self) -> None:
         for name in ("writeback", "rank0_only", "offload_to_cpu", "with_grads"):
             if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name}: expected True or False, got {shown(getattr(self, name))}")
+                raise UsageError(f"{name}: expected True or False, got {quote(getattr(self, name))}")
 
     def check(self, *, keeps_original: bool, authoritative: AuthoritativeStorage = AuthoritativeStorage.SHARDS) -> None:
         """Raise UnsupportedError for an unsupported combination of options.

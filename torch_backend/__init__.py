@@ -26,7 +26,7 @@ from torch_backend.fully_sharded_data_parallel import (
     ShardingStrategy,
 )
 from torch_backend.pieces._piece_tensor import PieceTensor
-from torch_backend.stand_in import stand_in
+from torch_backend.replace_torch_fsdp import replace_torch_fsdp
 from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -74,7 +74,7 @@ __all__ = [
     "initialise_sharded",
     "load_checkpoint",
     "register_fsdp_forward_method",
+    "replace_torch_fsdp",
     "save_checkpoint",
     "share_comm_ctx",
-    "stand_in",
 ]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from crossframe.api import Api
 from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeError
 from crossframe.mesh import MeshSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.step import StepSettings
 from crossframe.step.unit import reshard_choice
 from torch_backend.compat._composable import register, replicated_params
@@ -25,9 +25,9 @@ from torch_backend.compat._fully_shard_api import (
 )
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
-from torch_backend.engine._choices import Choices
 from torch_backend.engine._deferred_init import make_real
 from torch_backend.engine._unit import UNIT, Unit, unit_of
+from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.fsdp2._fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -122,7 +122,7 @@ def fully_shard(
     unit = build_unit(
         modules,
         ranks,
-        Choices(
+        UnitOptions(
             Api.FSDP2,
             step,
             input_dtype=policy.param_dtype if policy.policy.casts_inputs(Api.FSDP2, is_root=False) else None,
@@ -182,7 +182,7 @@ def _record(argument: str, given: Any, *kinds: type) -> Any:
         if isinstance(record, kind):
             return record
     expected = " or ".join(kind.__name__ for kind in kinds)
-    raise UsageError(f"fully_shard: expected {argument} to be of type {expected}, got {shown(given)}")
+    raise UsageError(f"fully_shard: expected {argument} to be of type {expected}, got {quote(given)}")
 
 
 def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
@@ -191,7 +191,7 @@ def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
         return asked is not False
     if not isinstance(asked, int):
         raise MeshError(
-            f"fully_shard: expected reshard_after_forward to be True, False, None or a number, got {shown(asked)}"
+            f"fully_shard: expected reshard_after_forward to be True, False, None or a number, got {quote(asked)}"
         )
     choice = reshard_choice(asked, num_shards)
     if choice is False:

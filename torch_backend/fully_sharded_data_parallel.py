@@ -30,9 +30,9 @@ from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
 from torch_backend.fsdp1._arguments import (
     check_arguments,
     check_uniform,
-    choices_of,
     effective_strategy,
     training_state,
+    unit_options,
     wrap_inside,
 )
 from torch_backend.fsdp1._optim_state_methods import HasOptimStateDicts
@@ -216,7 +216,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             inner = [wrapper for _, wrapper in _named_fsdp_modules(module) if wrapper._synced]
             sync_states(module, _is_wrapped, ignored, mesh, {id(b) for wrapper in inner for b in wrapper.buffers()})
         policy = self.mixed_precision.policy
-        choices = choices_of(
+        options = unit_options(
             self.sharding_strategy,
             self.mixed_precision,
             backward_prefetch,
@@ -225,14 +225,14 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             mesh.spec,
         )
 
-        self._input_dtypes = choices.input_dtype, choices.root_input_dtype
+        self._input_dtypes = options.input_dtype, options.root_input_dtype
         if self._full_in_eval:  # checked, since ranks with different environments would all-gather different dtypes
-            choices.settings = {**choices.settings, "FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+            options.settings = {**options.settings, "FSDP_USE_FULL_PREC_IN_EVAL": "1"}
         self.add_module(FSDP_WRAPPED, module)
         self.__dict__[UNIT] = build_unit(
             [module],
             mesh,
-            choices,
+            options,
             is_unit=_is_wrapped,
             parts=_Parts(self, policy.param_dtype, mesh, device_mesh),
             policy=policy,
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         policy = self.mixed_precision.policy
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             unit.compute_in(PrecisionPolicy() if full else policy)
-        unit.choices.input_dtype, unit.choices.root_input_dtype = (None, None) if full else self._input_dtypes
+        unit.options.input_dtype, unit.options.root_input_dtype = (None, None) if full else self._input_dtypes
         if unit.executor is not None and unit.executor.root is unit:
             if not full:
                 self._lower_buffers()

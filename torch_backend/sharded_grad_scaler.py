@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from torch_backend.ranks._collectives import Communicator
 
 __all__ = ["ShardedGradScaler"]
@@ -57,7 +57,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if isinstance(process_group, tuple) or not (process_group is None or hasattr(process_group, "size")):
             raise UsageError(
                 "ShardedGradScaler: expected as process_group one group of all ranks that hold parts of the gradients, "
-                f"got {shown(process_group)}"
+                f"got {quote(process_group)}"
             )
         if enabled:
             _check_number("init_scale", init_scale, Real, 0, math.inf)
@@ -81,7 +81,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return super().scale(outputs).to(outputs.dtype)
         if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes | Mapping):
             raise UsageError(
-                f"ShardedGradScaler.scale: expected a tensor or an iterable of tensors, got {shown(outputs)}"
+                f"ShardedGradScaler.scale: expected a tensor or an iterable of tensors, got {quote(outputs)}"
             )
         scaled = map(self.scale, outputs)
         if hasattr(outputs, "_fields"):  # a named tuple
@@ -143,4 +143,4 @@ def _check_number(name: str, value: Any, kind: type, above: float, below: float)
     if not isinstance(value, kind) or not above < float(value) < below:  # type: ignore[arg-type]
         noun = "whole number" if kind is Integral else "number"
         bounds = f"above {above}" + ("" if below == math.inf else f" and below {below}")
-        raise UsageError(f"ShardedGradScaler: expected a {noun} {bounds} as {name}, got {shown(value)}")
+        raise UsageError(f"ShardedGradScaler: expected a {noun} {bounds} as {name}, got {quote(value)}")

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from crossframe.errors import UnsupportedError, UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unit_assignment import Slot, UnitSpec, assign_units
 from torch_backend.compat._dtypes import dtype_name
 
@@ -90,7 +90,7 @@ class CustomPolicy:
         answer = self._lambda_fn(module)
         if not isinstance(answer, bool | dict):
             raise UsageError(
-                f"CustomPolicy: expected lambda_fn to return True, False or a dict of arguments, got {shown(answer)} for "
+                f"CustomPolicy: expected lambda_fn to return True, False or a dict of arguments, got {quote(answer)} for "
                 f"a {type(module).__name__}"
             )
         if not answer:
@@ -150,7 +150,7 @@ def size_based_auto_wrap_policy(
     """
     if not isinstance(min_num_params, Real):
         raise UsageError(
-            f"size_based_auto_wrap_policy: expected a number of elements as min_num_params, got {shown(min_num_params)}"
+            f"size_based_auto_wrap_policy: expected a number of elements as min_num_params, got {quote(min_num_params)}"
         )
     if recurse:
         name, given, default = "force_leaf_modules", force_leaf_modules, FORCE_LEAF_MODULES
@@ -173,13 +173,13 @@ def as_classes(value: Any, where: str) -> tuple[type, ...]:
         entries = tuple(value)
         if all(isinstance(entry, type) for entry in entries):
             return entries
-    raise UsageError(f"{where}: expected an iterable of classes of modules, got {shown(value)}")
+    raise UsageError(f"{where}: expected an iterable of classes of modules, got {quote(value)}")
 
 
 def as_function(value: Any, where: str) -> Callable[..., Any]:
     """Return a callable; UsageError with the prefix `where` for other values."""
     if not callable(value):
-        raise UsageError(f"{where}: expected a function of a module, got {shown(value)}")
+        raise UsageError(f"{where}: expected a function of a module, got {quote(value)}")
     return value
 
 
@@ -379,7 +379,7 @@ def _check_signature(policy: Any) -> None:
         "nonwrapped_numel); bind further arguments by functools.partial"
     )
     if not callable(policy) or isinstance(policy, type | nn.Module):
-        raise UsageError(f"auto_wrap_policy: {how}; got {shown(policy)}")
+        raise UsageError(f"auto_wrap_policy: {how}; got {quote(policy)}")
     try:
         signature = inspect.signature(policy)
     except ValueError:  # no signature, as for functions written in C
@@ -398,7 +398,7 @@ def _truth(answer: Any, policy: Any, module: nn.Module) -> bool:
         except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several elements
             pass
     raise UsageError(
-        f"auto_wrap_policy: expected {_name_of(policy)} to return a bool, got {shown(answer)} for a "
+        f"auto_wrap_policy: expected {_name_of(policy)} to return a bool, got {quote(answer)} for a "
         f"{type(module).__name__}; a unit's own arguments need a CustomPolicy"
     )
 
@@ -438,7 +438,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     """
     global _enabled
     if not callable(wrapper_cls):
-        raise UsageError(f"enable_wrap: expected a class or a function as wrapper_cls, got {shown(wrapper_cls)}")
+        raise UsageError(f"enable_wrap: expected a class or a function as wrapper_cls, got {quote(wrapper_cls)}")
     if _enabled is not None:
         raise UnsupportedError(
             f"enable_wrap inside enable_wrap(wrapper_cls={_name_of(_enabled.wrapper_cls)}, ...): one is open already; give "

@@ -15,7 +15,7 @@ from crossframe.dtypes import FLOATING, numpy_dtype
 from crossframe.errors import CrossframeError
 from crossframe.layout import FlatLayout, Layout, layout_from_json
 from crossframe.params import OVERFLOW, ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.tensor_file import MOST_DIMS
 
 FORMAT = "crossframe checkpoint 3"
@@ -63,7 +63,7 @@ def field_of(fields: Any, name: str, kind: type) -> Any:
     """A field of exactly this type: unlike in Python, True is not an int."""
     value = fields.get(name) if isinstance(fields, dict) else None
     if type(value) is not kind:
-        raise CheckpointError(f"{shown(name)}: expected {kind.__name__}, got {shown(value)}")
+        raise CheckpointError(f"{quote(name)}: expected {kind.__name__}, got {quote(value)}")
     return value
 
 
@@ -75,9 +75,9 @@ def value_from_json(key: str, value: Any) -> tuple[str, tuple[int, ...]]:
     pair = isinstance(value, list) and len(value) == 2
     dtype, shape = value if pair else (None, None)
     if dtype not in _VALUE_DTYPES or not isinstance(shape, list) or len(shape) > MOST_DIMS:
-        raise CheckpointError(f"value {shown(key)}: expected its dtype and shape, got {shown(value)}")
+        raise CheckpointError(f"value {quote(key)}: expected its dtype and shape, got {quote(value)}")
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) >= OVERFLOW:
-        raise CheckpointError(f"value {shown(key)}: expected a shape, got {shown(shape)}")
+        raise CheckpointError(f"value {quote(key)}: expected a shape, got {quote(shape)}")
     return dtype, tuple(shape)
 
 
@@ -92,7 +92,7 @@ def unit_from_json(unit: Any) -> tuple[str, Layout]:
     params = []
     for row in field_of(unit, "params", list):
         if not isinstance(row, list) or len(row) != 5 or not isinstance(row[1], list) or not isinstance(row[3], list):
-            raise CheckpointError(f"'params': expected name, shape, dtype, aliases and requires_grad, got {shown(row)}")
+            raise CheckpointError(f"'params': expected name, shape, dtype, aliases and requires_grad, got {quote(row)}")
         name, shape, dtype, aliases, trained = row
         params.append(ParamSpec(name, tuple(shape), dtype, tuple(aliases), trained))
     return field_of(unit, "unit", str), layout_from_json(field_of(unit, "layout", dict), tuple(params))
@@ -100,7 +100,7 @@ def unit_from_json(unit: Any) -> tuple[str, Layout]:
 
 def checked_path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike) or not Path(path).name:
-        raise CheckpointError(f"expected the folder of a checkpoint as a path with a name, got {shown(path)}")
+        raise CheckpointError(f"expected the folder of a checkpoint as a path with a name, got {quote(path)}")
     return Path(path)
 
 

@@ -27,7 +27,7 @@ from crossframe.errors import CrossframeError
 from crossframe.files import FileError, VerifiedFile, parse_json, read_bytes
 from crossframe.layout import Sharding, overlay
 from crossframe.mesh import MeshSpec
-from crossframe.shown import shown, shown_error, shown_path
+from crossframe.quoting import quote, quote_error, quote_path
 from crossframe.tensor_file import TensorFile
 
 # The formats that can be read. Format 2 does not state the offsets of parameters, which are computed as in format 3.
@@ -79,7 +79,7 @@ class Saved:
         """
         if section not in self.sections:
             raise CheckpointError(
-                f"{self._at}: expected a section {section!r}, got {shown(sorted(self.sections))}; it was saved without"
+                f"{self._at}: expected a section {section!r}, got {quote(sorted(self.sections))}; it was saved without"
             )
         try:
             transfers = list(overlay(self.sections[section], target, rank))
@@ -105,7 +105,7 @@ class Saved:
     def value(self, key: str) -> np.ndarray:
         """A value that belongs to no parameter; CheckpointError if the key does not exist."""
         if key not in self.values:
-            raise CheckpointError(f"{self._at}: expected a value {shown(key)}, got {shown(sorted(self.values))}")
+            raise CheckpointError(f"{self._at}: expected a value {quote(key)}, got {quote(sorted(self.values))}")
         dtype, shape = self.values[key]
         numel = math.prod(shape) * value_dtype(dtype).itemsize
         file = self._opened(0, [key])
@@ -115,7 +115,7 @@ class Saved:
 
     @property
     def _at(self) -> str:
-        return shown_path(self.path)
+        return quote_path(self.path)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -155,22 +155,22 @@ def read(path: Path | str) -> Saved:
     except FileError as error:
         if error.missing:
             raise CheckpointError(
-                f"{shown_path(path)}: expected a checkpoint, got no {INDEX} there; pass the folder that was saved"
+                f"{quote_path(path)}: expected a checkpoint, got no {INDEX} there; pass the folder that was saved"
             ) from None
         raise CheckpointError(f"{error}; restore it from a copy") from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise CheckpointError(
-            f"{shown_path(path / INDEX)}: is not an index of a checkpoint; restore it from a copy"
+            f"{quote_path(path / INDEX)}: is not an index of a checkpoint; restore it from a copy"
         ) from None
     if not isinstance(content, dict) or digest != digest_of(content) or content.get("format") not in FORMATS:
         raise CheckpointError(
-            f"{shown_path(path / INDEX)}: has other content than was written (its checksum or format differs from {FORMAT!r}); "
+            f"{quote_path(path / INDEX)}: has other content than was written (its checksum or format differs from {FORMAT!r}); "
             "restore it from a copy"
         )
     try:
         return _saved(path, content)
     except CrossframeError as error:
-        raise CheckpointError(f"{shown_path(path / INDEX)}: {shown_error(error)}; restore it from a copy") from None
+        raise CheckpointError(f"{quote_path(path / INDEX)}: {quote_error(error)}; restore it from a copy") from None
 
 
 def _saved(path: Path, content: dict[str, Any]) -> Saved:
@@ -180,7 +180,7 @@ def _saved(path: Path, content: dict[str, Any]) -> Saved:
     )
     world_size = field_of(content, "world_size", int)
     if not 1 <= world_size <= MOST_RANKS:
-        raise CheckpointError(f"'world_size': expected 1 to {MOST_RANKS} ranks, got {shown(world_size)}")
+        raise CheckpointError(f"'world_size': expected 1 to {MOST_RANKS} ranks, got {quote(world_size)}")
     if not sections:
         raise CheckpointError("'sections': expected at least one, got none")
     mesh = MeshSpec(world_size)
@@ -189,15 +189,15 @@ def _saved(path: Path, content: dict[str, Any]) -> Saved:
         for name in sections
     }
     if files.keys() != {file_name(place) for place in range(world_size)}:
-        raise CheckpointError(f"'files': expected one for each of {world_size} ranks, got {shown(sorted(files))}")
+        raise CheckpointError(f"'files': expected one for each of {world_size} ranks, got {quote(sorted(files))}")
     for name in files:
         file = field_of(files, name, dict)
         if field_of(file, "bytes", int) < 0 or not _SHA256.fullmatch(field_of(file, "sha256", str)):
-            raise CheckpointError(f"'files': {name}: expected its size and its sha256, got {shown(file)}")
+            raise CheckpointError(f"'files': {name}: expected its size and its sha256, got {quote(file)}")
     return Saved(path, about, made, {key: value_from_json(key, value) for key, value in values.items()}, files)
 
 
 def _listed(names: Sequence[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(map(shown, names[:LISTED])) + more
+    return ", ".join(map(quote, names[:LISTED])) + more

@@ -23,7 +23,7 @@ import numpy as np
 from crossframe.checkpoint.index import FORMAT, INDEX, CheckpointError, checked_path, digest_of, file_name, unit_to_json
 from crossframe.files import FileError, read_bytes
 from crossframe.layout import Sharding
-from crossframe.shown import shown, shown_path
+from crossframe.quoting import quote, quote_path
 from crossframe.tensor_file import write_tensors
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def begin(path: Path | str) -> str:
     with _writes(path):
         if os.path.lexists(path):
             raise CheckpointError(
-                f"{shown_path(path)}: expected nothing there, got a file or folder; pass another path, or remove it"
+                f"{quote_path(path)}: expected nothing there, got a file or folder; pass another path, or remove it"
             )
         writing.mkdir(parents=True)
     return token
@@ -220,7 +220,7 @@ def _publish(writing: Path, path: Path) -> None:
             raise
     if taken:
         raise CheckpointError(
-            f"{shown_path(path)}: expected nothing there, but another job has saved under this name since this one began; save "
+            f"{quote_path(path)}: expected nothing there, but another job has saved under this name since this one began; save "
             "under another name"
         )
 
@@ -243,8 +243,8 @@ def remove(path: Path | str) -> None:
         foreign = [entry.name for entry in entries or () if not _is_own(entry)]
         if entries is None or foreign:
             raise CheckpointError(
-                f"{shown_path(path)}: expected the files of a checkpoint and nothing else, got "
-                f"{shown(foreign[0]) if foreign else 'a link'}; nothing was deleted, move it or remove it by hand"
+                f"{quote_path(path)}: expected the files of a checkpoint and nothing else, got "
+                f"{quote(foreign[0]) if foreign else 'a link'}; nothing was deleted, move it or remove it by hand"
             )
         for entry in entries:
             os.unlink(entry.path)
@@ -278,7 +278,7 @@ def check_about(about: Mapping[str, Any] | None) -> None:
         same = False
     if not same or not isinstance(about, Mapping | None):
         raise CheckpointError(
-            f"about: expected a dict of JSON values, with string keys and without tuples, got {shown(about)}"
+            f"about: expected a dict of JSON values, with string keys and without tuples, got {quote(about)}"
         )
 
 
@@ -292,7 +292,7 @@ def _writes(path: Path, done: str = "written") -> Iterator[None]:
     except (OSError, ValueError) as error:  # a path with a null byte, or with a surrogate, is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{shown_path(path)}: cannot be {done} ({reason}); make space there, or pass another path"
+            f"{quote_path(path)}: cannot be {done} ({reason}); make space there, or pass another path"
         ) from error
 
 
@@ -307,12 +307,12 @@ def _description(file: Path, world_size: int) -> dict[str, Any]:
         description, size = json.loads(read_bytes(file.with_suffix(DESCRIBED), 1 << 10)), file.stat().st_size
     except (FileError, OSError):
         raise CheckpointError(
-            f"{shown_path(file.parent)}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see "
+            f"{quote_path(file.parent)}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see "
             "one folder, and have written to it before one of them finishes"
         ) from None
     if description["bytes"] != size:
         raise CheckpointError(
-            f"{shown_path(file)}: its rank wrote {description['bytes']} bytes, and here it has {size}; is the disk full?"
+            f"{quote_path(file)}: its rank wrote {description['bytes']} bytes, and here it has {size}; is the disk full?"
         )
     return description
 

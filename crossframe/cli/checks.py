@@ -8,7 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from crossframe.errors import UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 Choice = TypeVar("Choice", bound=Enum)
 MAX_PERTURBED_RUNS = 64
@@ -30,7 +30,7 @@ def choice(option: str, kind: type[Choice], asked: str) -> Choice:
 
 def refused(option: str, expected: Iterable[str], asked: str) -> UsageError:
     """The error for an option that is not one of the expected words."""
-    return UsageError(f"{option}: expected one of {', '.join(expected)}, got {shown(asked)}")
+    return UsageError(f"{option}: expected one of {', '.join(expected)}, got {quote(asked)}")
 
 
 def width_of(console: Console) -> int:
@@ -59,9 +59,9 @@ def check_size(name: str, value: object, least: int, most: int) -> None:
         UsageError: not an integer from `least` to `most`.
     """
     if type(value) is not int or value < least:
-        raise UsageError(f"{name}: expected an integer of at least {least}, got {shown(value)}")
+        raise UsageError(f"{name}: expected an integer of at least {least}, got {quote(value)}")
     if value > most:
-        raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
+        raise UsageError(f"{name}: expected at most {most}, got {quote(value)}")
 
 
 def check_perturbed_runs(number: object) -> None:
@@ -72,6 +72,6 @@ def check_perturbed_runs(number: object) -> None:
     """
     if type(number) is not int or number < 0 or number == 1:
         raise UsageError(
-            f"perturbed-runs: expected 0, or 2 and more (4 are good), got {shown(number)}: one alone shows no spread"
+            f"perturbed-runs: expected 0, or 2 and more (4 are good), got {quote(number)}: one alone shows no spread"
         )
     check_size("perturbed-runs", number, 0, MAX_PERTURBED_RUNS)

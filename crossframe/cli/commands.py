@@ -12,11 +12,11 @@ import typer
 import crossframe
 from crossframe.cli.compare import answer, equal_as_stated
 from crossframe.cli.console import console, exit_on_error
+from crossframe.cli.exit_status import AGREE, FOUND
 from crossframe.cli.misplaced_options import RecordCommand
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.recorded_steps import window_of
-from crossframe.verdict import Verdict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -129,7 +129,7 @@ def compare(
             and (statement := equal_as_stated(a, b))
         ):
             console.print(statement)
-            raise typer.Exit(Verdict.EQUAL.exit_status)
+            raise typer.Exit(AGREE)
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         repeats = tuple(Recording.open(path) for path in repeat or ())
@@ -182,7 +182,7 @@ def inspect(
             print(json.dumps(found.to_json(), indent=1))
         else:
             print_inspection(console, found)
-        raise typer.Exit(found.exit_status)
+        raise typer.Exit(FOUND if found.is_faulty else AGREE)
 
 
 @app.command()

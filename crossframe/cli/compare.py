@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.cli.console import command_line
+from crossframe.cli.exit_status import exit_status
 from crossframe.recording import Recording
 from crossframe.recording.stated import Stated, exceeds
 from crossframe.report.build import report_of
@@ -65,4 +66,4 @@ def answer(
         print_report(console, report, series)
         if output is not None:
             console.print(f"report: {page}")
-    return Verdict(report["verdict"]).exit_status
+    return exit_status(Verdict(report["verdict"]))

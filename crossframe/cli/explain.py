@@ -27,8 +27,8 @@ from crossframe.operators.target import Target, target_of
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
 from crossframe.processes import run
 from crossframe.recording import Recording
+from crossframe.recording.event_format import BACKWARD, FORWARD
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
-from crossframe.recording.lines import BACKWARD, FORWARD
 from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROCESSES, PROGRAM, SOURCE
 from crossframe.verdict import compare

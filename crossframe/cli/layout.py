@@ -21,8 +21,8 @@ from crossframe.errors import LayoutError, UsageError
 from crossframe.explorer import dtype_choices, explorer_data, explorer_page
 from crossframe.layout import LAYOUT_KINDS, Layout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec, check_rank, check_world_size
+from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes, model_shapes
-from crossframe.shown import shown
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class LayoutOptions:
         for asked in self.dims:
             found = re.fullmatch(r"(.+)=(-?\d{1,9})", asked)
             if not found:
-                raise UsageError(f"dim: expected PATTERN=DIM, for instance '*.weight=1', got {shown(asked)}")
+                raise UsageError(f"dim: expected PATTERN=DIM, for instance '*.weight=1', got {quote(asked)}")
             matching = [name for name in names if fnmatchcase(name, found[1])]
             if not matching:
-                raise UsageError(f"dim: no parameter matches {shown(found[1])}: expected names like {shown(names[0])}")
+                raise UsageError(f"dim: no parameter matches {quote(found[1])}: expected names like {quote(names[0])}")
             dims |= dict.fromkeys(matching, int(found[2]))
         return tuple(
             (unit, replace(layout, dims=tuple(dims.get(param.name, 0) for param in layout.params)))
@@ -235,7 +235,7 @@ def where_json(sharding: Sharding, asked: str) -> dict[str, Any]:
     found = sharding.find(name)
     if found is None:
         raise LayoutError(
-            f"where: no parameter is named {shown(name)}: expected NAME[INDEX], the name as the table has it"
+            f"where: no parameter is named {quote(name)}: expected NAME[INDEX], the name as the table has it"
         )
     bucket, i = found
     shape = sharding.units[bucket][1].params[i].shape
@@ -279,7 +279,7 @@ def _element(asked: str, shape: tuple[int, ...], inside: str | None) -> int:
     sizes = [math.prod(shape)] if index is not None and len(index) == 1 else list(shape)
     if index is None or len(index) != len(sizes) or not all(0 <= at < n for at, n in zip(index, sizes, strict=True)):
         raise UsageError(
-            f"where: {shown(asked)}: expected an index for each dim of shape {shape}, or one below {math.prod(shape)}, each "
+            f"where: {quote(asked)}: expected an index for each dim of shape {shape}, or one below {math.prod(shape)}, each "
             "from 0 on"
         )
     element = 0

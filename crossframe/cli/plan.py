@@ -17,8 +17,8 @@ from crossframe.layout import LAYOUT_KINDS
 from crossframe.mesh import check_world_size
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
+from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes, model_shapes
-from crossframe.shown import shown
 from crossframe.strategy import Prefetch, Strategy, Sync
 
 MIN_RATE, MAX_RATE, MAX_LATENCY = 1.0, 1e24, 1e6
@@ -110,7 +110,7 @@ class PlanOptions:
             (f"microbatches of {num_units} units", self.microbatches, MAX_UNIT_MICROBATCHES // num_units),
         ):
             if value > most:
-                raise UsageError(f"{name}: expected at most {most}, got {shown(value)}")
+                raise UsageError(f"{name}: expected at most {most}, got {quote(value)}")
         mesh = strategy.mesh(self.world_size, self.shard)
         mesh.coordinate(self.rank)
         units = plan_units(
@@ -141,7 +141,7 @@ class PlanOptions:
         if asked in ("true", "false"):
             return asked == "true"
         if not (asked.isdecimal() and len(asked) < 10 and int(asked)):
-            raise UsageError(f"reshard-after-forward: expected true, false or a number of ranks, got {shown(asked)}")
+            raise UsageError(f"reshard-after-forward: expected true, false or a number of ranks, got {quote(asked)}")
         return int(asked)
 
 

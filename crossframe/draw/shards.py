@@ -14,7 +14,7 @@ from crossframe.errors import LayoutError
 from crossframe.layout import FlatLayout, Layout, Padding, PerParamLayout, Piece, Sharding
 from crossframe.layout.sharding import LAYOUTS
 from crossframe.mesh import MeshSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Maximum number of ranks of a shard group that are shown individually.
 EACH_BY_ITSELF = 8
@@ -65,7 +65,7 @@ class Mark:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise LayoutError(f"mark: expected a range of elements, got {shown(self.start)}:{shown(self.stop)}")
+            raise LayoutError(f"mark: expected a range of elements, got {quote(self.start)}:{quote(self.stop)}")
 
     def within(self, piece: Piece) -> tuple[int, int] | None:
         """The range of the mark in the shard of the piece's rank; None if the piece has none of its elements.
@@ -247,13 +247,13 @@ def drawn_units(
     if isinstance(drawn, LAYOUTS):
         drawn = Sharding((("", drawn),), MeshSpec(drawn.world_size))
     if not isinstance(drawn, Sharding):
-        raise LayoutError(f"expected a layout or a Sharding to draw, got {shown(drawn)}")
+        raise LayoutError(f"expected a layout or a Sharding to draw, got {quote(drawn)}")
     if rank is not None:
         drawn.mesh.coordinate(rank)
     chosen = [each for each in drawn.units if unit is None or each[0] == unit]
     if not chosen:
         known = list(dict.fromkeys(name for name, _ in drawn.units))
-        raise LayoutError(f"no unit is named {shown(unit)}: expected one of {shown(known)}")
+        raise LayoutError(f"no unit is named {quote(unit)}: expected one of {quote(known)}")
     if mark is not None:
         _check_mark(mark, chosen, drawn.mesh)
     found: list[tuple[list[str], Layout, Mark | None]] = []
@@ -277,9 +277,9 @@ def _check_mark(mark: Mark, chosen: Sequence[tuple[str, Layout]], mesh: MeshSpec
         mesh.coordinate(mark.rank)
     numel = next((p.numel for _, layout in chosen for p in layout.params if p.name == mark.parameter), None)
     if numel is None:
-        raise LayoutError(f"mark: no parameter that is drawn is named {shown(mark.parameter)}")
+        raise LayoutError(f"mark: no parameter that is drawn is named {quote(mark.parameter)}")
     if mark.stop > numel:
-        raise LayoutError(f"mark: {shown(mark.parameter)} has {numel} elements, got {mark.start}:{mark.stop}")
+        raise LayoutError(f"mark: {quote(mark.parameter)} has {numel} elements, got {mark.start}:{mark.stop}")
 
 
 def alike_ranks(layout: Layout, by_itself: Sequence[int] = ()) -> tuple[range, ...]:

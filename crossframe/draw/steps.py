@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from crossframe.cost import Cost, Span
 from crossframe.draw.amounts import ROOT, bytes_text, one_line, ranks_text, seconds_text
 from crossframe.errors import PlanError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUCE_SCATTER, STEP, Event
 
 COMPUTE_LANE, SHARD_LANE, RESHARD_LANE, REPLICA_LANE = "compute", "shard group", "reshard group", "replicas"
@@ -36,7 +36,7 @@ class Bar:
 def check_cost(cost: Cost) -> None:
     """Raise PlanError unless this is the cost of a plan with events."""
     if not isinstance(cost, Cost):
-        raise PlanError(f"expected the cost of a plan, as step_cost gives it, got {shown(cost)}")
+        raise PlanError(f"expected the cost of a plan, as step_cost gives it, got {quote(cost)}")
     if not cost.spans:
         raise PlanError("expected the cost of a plan, got one without events")
 

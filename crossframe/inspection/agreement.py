@@ -12,8 +12,8 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.inspection.values import finite_or_none, side_of
 from crossframe.recording import Recording
+from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import LOSSES, MEAN
-from crossframe.recording.lines import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
 from crossframe.verdict.measure.values import Side, assemble

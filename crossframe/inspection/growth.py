@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from crossframe.inspection.values import LOSS, Value
 from crossframe.recording import Recording
-from crossframe.recording.lines import FORWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import FORWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
 
 FALSE_GROWTH = 1e-3
 LEAST_GROWTH = 2.0

@@ -41,11 +41,6 @@ class Inspection:
         parted = any(not each.rounding for each in self.disagreements)
         return any(not each.skipped for each in self.not_finite) or parted or bool(self.departures)
 
-    @property
-    def exit_status(self) -> int:
-        """The exit status of a command with this result, as in `crossframe.verdict.Verdict`: 0 without faults, 1 with faults."""
-        return int(self.is_faulty)
-
     def to_json(self) -> dict:
         """The findings as a JSON object."""
         return {

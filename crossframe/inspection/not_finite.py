@@ -12,7 +12,7 @@ import numpy as np
 
 from crossframe.inspection.values import LOSS, Range, Value, ranges_before
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, UPDATE
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from crossframe.inspection.values import finite_or_none
 from crossframe.recording import Recording
+from crossframe.recording.event_format import PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import GROUPS
-from crossframe.recording.lines import PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import best, factor_between
 from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations

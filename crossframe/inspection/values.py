@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    NORM,
+    PARAMETERS,
+    REDUCE,
+    STATE,
+    UNSHARDED,
+    UPDATE,
+)
 from crossframe.recording.reader import Run
 from crossframe.verdict.measure.values import Side, activation_values
 

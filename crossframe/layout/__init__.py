@@ -11,7 +11,7 @@ from crossframe.layout.pieces import Column, Layout, Padding, Piece, Run, views
 from crossframe.layout.ragged import RaggedLayout
 from crossframe.layout.sharding import LAYOUT_KINDS, LAYOUTS, Sharding, post_forward, post_forward_group, reduced_layout
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 __all__ = [
     "LAYOUTS",
@@ -46,11 +46,11 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
             computes; or the layout itself rejects the arguments.
     """
     if not isinstance(fields, dict):
-        raise LayoutError(f"expected the fields of a layout as a mapping, got {shown(fields)}")
+        raise LayoutError(f"expected the fields of a layout as a mapping, got {quote(fields)}")
 
     def field(name: str) -> Any:
         if name not in fields:
-            raise LayoutError(f"a layout needs the field {name!r}, got {shown(list(fields))}")
+            raise LayoutError(f"a layout needs the field {name!r}, got {quote(list(fields))}")
         return fields[name]
 
     def optional(name: str) -> Any:
@@ -73,14 +73,14 @@ def layout_from_json(fields: dict, params: tuple[ParamSpec, ...]) -> Layout:
         case "ragged":
             made = RaggedLayout(params, field("world_size"), optional("blocks"), padded_for=fields.get("padded_for"))
         case _:
-            raise LayoutError(f"unknown layout kind {shown(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
+            raise LayoutError(f"unknown layout kind {quote(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
     # Files of formats without places were written by the layout rules of this version.
     stated, here = fields.get("places", {}), made.places()
     for name in here:
         if "places" in fields and not _same(stated.get(name) if isinstance(stated, dict) else None, here[name]):
             raise LayoutError(
                 f"a {kind} layout states other places than the rules of this version give it ({name!r}, here "
-                f"{shown(here[name])}): {shown(stated)}; read it with the version that wrote it"
+                f"{quote(here[name])}): {quote(stated)}; read it with the version that wrote it"
             )
     return made
 

@@ -7,7 +7,7 @@ from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
 from crossframe.layout.line import LineLayout
 from crossframe.layout.pieces import Padding
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 ALIGNMENT_BYTES = 16
 
@@ -42,7 +42,7 @@ class FlatLayout(LineLayout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.keep_original, bool):
-            raise LayoutError(f"expected a bool as keep_original, got {shown(self.keep_original)}")
+            raise LayoutError(f"expected a bool as keep_original, got {quote(self.keep_original)}")
         first = self.params[0]
         for param in self.params[1:]:
             if not self.keep_original and param.requires_grad != first.requires_grad:

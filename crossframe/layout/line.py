@@ -11,7 +11,7 @@ from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LineLayout(ABC):
             check_world_size(self.padded_for)
             if self.padded_for % self.world_size:
                 raise LayoutError(
-                    f"padded_for: expected a multiple of the world size {self.world_size}, got {shown(self.padded_for)}"
+                    f"padded_for: expected a multiple of the world size {self.world_size}, got {quote(self.padded_for)}"
                 )
             if self.padded_for == self.world_size:
                 object.__setattr__(self, "padded_for", None)

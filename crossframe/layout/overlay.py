@@ -7,7 +7,7 @@ from crossframe.errors import LayoutError
 from crossframe.layout.sharding import Sharding
 from crossframe.mesh import check_rank
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Maximum number of parameters of each kind that an error lists.
 LISTED = 10
@@ -58,7 +58,7 @@ def overlay(source: Sharding, target: Sharding, rank: int | None = None) -> Iter
     """
     for sharding in (source, target):
         if not isinstance(sharding, Sharding):
-            raise LayoutError(f"expected a Sharding, got {shown(sharding)}")
+            raise LayoutError(f"expected a Sharding, got {quote(sharding)}")
     if rank is not None:
         check_rank(rank, target.mesh.world_size)
     matched = _matched(source, target)

@@ -11,7 +11,7 @@ from crossframe.errors import LayoutError
 from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # The alignment of allocators: a parameter in a shared buffer is aligned like one in memory of its own.
 UNSHARDED_ALIGNMENT_BYTES = 64
@@ -71,20 +71,20 @@ class PerParamLayout:
 
     def _checked_dims(self, dims: tuple[int, ...]) -> tuple[int, ...] | None:
         if not isinstance(dims, tuple) or len(dims) != len(self.params):
-            raise LayoutError(f"expected a tuple of {len(self.params)} dims, one a parameter, got {shown(dims)}")
+            raise LayoutError(f"expected a tuple of {len(self.params)} dims, one a parameter, got {quote(dims)}")
         found = []
         for param, dim in zip(self.params, dims, strict=True):
             num_dims = len(param.shape)
             if type(dim) is not int or not -num_dims <= dim < num_dims:
                 raise LayoutError(
-                    f"parameter {param.name!r} of shape {shown(param.shape)}: expected a dim from 0 to {num_dims - 1}, "
-                    f"or from {-num_dims} to -1 counted from the end, got {shown(dim)}"
+                    f"parameter {param.name!r} of shape {quote(param.shape)}: expected a dim from 0 to {num_dims - 1}, "
+                    f"or from {-num_dims} to -1 counted from the end, got {quote(dim)}"
                 )
             found.append(dim % num_dims)
             size = param.shape[dim]
             if found[-1] and size % self.world_size:
                 raise LayoutError(
-                    f"parameter {param.name!r} of shape {shown(param.shape)}: dim {found[-1]} has size {size}, which is not a "
+                    f"parameter {param.name!r} of shape {quote(param.shape)}: dim {found[-1]} has size {size}, which is not a "
                     f"multiple of the world size {self.world_size}; shard it on dim 0, which may be uneven, or pad its size"
                 )
         return tuple(found) if any(found) else None

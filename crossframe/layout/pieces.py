@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class Run(NamedTuple):
@@ -164,11 +164,11 @@ def views(layout: Layout, gathered: Any) -> dict[str, Any]:
 def check_elements(params: tuple[ParamSpec, ...], i: int, start: int, stop: int) -> None:
     """Raise LayoutError unless parameter `i` exists and has elements `start:stop`."""
     if type(i) is not int or not 0 <= i < len(params):
-        raise LayoutError(f"expected the index of one of {len(params)} parameters, got {shown(i)}")
+        raise LayoutError(f"expected the index of one of {len(params)} parameters, got {quote(i)}")
     numel = params[i].numel
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= numel:
         raise LayoutError(
-            f"parameter {params[i].name!r}: expected a range of its {numel} elements, got {shown(start)} to {shown(stop)}"
+            f"parameter {params[i].name!r}: expected a range of its {numel} elements, got {quote(start)} to {quote(stop)}"
         )
 
 

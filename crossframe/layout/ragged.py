@@ -7,7 +7,7 @@ from functools import cached_property
 from crossframe.errors import LayoutError
 from crossframe.layout.line import LineLayout
 from crossframe.layout.pieces import Padding
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Limits of the search for a shard size: the number of moduli, and for each modulus the number of consecutive multiples that are
 # tried, and of further ones, each of which jumps to the size that the last attempt needed.
@@ -49,13 +49,13 @@ class RaggedLayout(LineLayout):
             return
         if not isinstance(self.blocks, tuple) or len(self.blocks) != len(self.params):
             raise LayoutError(
-                f"expected a tuple of {len(self.params)} blocks, one a parameter, got {shown(self.blocks)}"
+                f"expected a tuple of {len(self.params)} blocks, one a parameter, got {quote(self.blocks)}"
             )
         for param, block in zip(self.params, self.blocks, strict=True):
             if type(block) is not int or block < 1 or param.numel % block:
                 raise LayoutError(
-                    f"parameter {param.name!r} of shape {shown(param.shape)}: expected a block of at least 1 element that "
-                    f"divides its {param.numel}, got {shown(block)}"
+                    f"parameter {param.name!r} of shape {quote(param.shape)}: expected a block of at least 1 element that "
+                    f"divides its {param.numel}, got {quote(block)}"
                 )
         if self.blocks == self._rows:
             object.__setattr__(self, "blocks", None)

@@ -11,7 +11,7 @@ from crossframe.layout.pieces import Layout, Piece
 from crossframe.layout.ragged import RaggedLayout
 from crossframe.mesh import MeshSpec, check_rank
 from crossframe.params import ParamSpec, check_unique_names
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 LAYOUTS = (FlatLayout, PerParamLayout, RaggedLayout)
 LAYOUT_KINDS = tuple(layout.kind for layout in LAYOUTS)
@@ -45,14 +45,14 @@ class Sharding:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, MeshSpec):
-            raise MeshError(f"expected a MeshSpec, got {shown(self.mesh)}")
+            raise MeshError(f"expected a MeshSpec, got {quote(self.mesh)}")
         if not isinstance(self.units, tuple):
-            raise LayoutError(f"expected a tuple of (unit name, layout), got {shown(self.units)}")
+            raise LayoutError(f"expected a tuple of (unit name, layout), got {quote(self.units)}")
         for unit in self.units:
             if not (
                 isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[0], str) and isinstance(unit[1], LAYOUTS)
             ):
-                raise LayoutError(f"expected a unit as (name, layout), got {shown(unit)}")
+                raise LayoutError(f"expected a unit as (name, layout), got {quote(unit)}")
             name, layout = unit
             if layout.world_size != self.mesh.shard:
                 raise LayoutError(
@@ -102,11 +102,11 @@ class Sharding:
         """
         found = self.find(name) if isinstance(name, str) else None
         if found is None:
-            raise LayoutError(f"no parameter is named {shown(name)}: expected one of {shown(sorted(self._index))}")
+            raise LayoutError(f"no parameter is named {quote(name)}: expected one of {quote(sorted(self._index))}")
         bucket, i = found
         unit, layout = self.units[bucket]
         if type(element) is not int:
-            raise LayoutError(f"parameter {name!r}: expected an element as an int, got {shown(element)}")
+            raise LayoutError(f"parameter {name!r}: expected an element as an int, got {quote(element)}")
         (piece,) = layout.find(i, element, element + 1)
         ranks = range(piece.rank, self.mesh.world_size, self.mesh.shard)
         return tuple((rank, unit, piece.shard_start) for rank in ranks)
@@ -130,7 +130,7 @@ def post_forward(layout: Layout, group_size: int) -> Layout:
     (12, 12, 10)
     """
     if not isinstance(layout, LAYOUTS):
-        raise LayoutError(f"expected a layout, got {shown(layout)}")
+        raise LayoutError(f"expected a layout, got {quote(layout)}")
     _check_group_size(group_size, layout.world_size)
     return layout.over(group_size) if isinstance(layout, PerParamLayout) else layout.cut_over(group_size)
 
@@ -167,7 +167,7 @@ def post_forward_group(mesh: MeshSpec, rank: int, group_size: int) -> range:
     range(6, 8)
     """
     if not isinstance(mesh, MeshSpec):
-        raise MeshError(f"expected a MeshSpec, got {shown(mesh)}")
+        raise MeshError(f"expected a MeshSpec, got {quote(mesh)}")
     check_rank(rank, mesh.world_size)
     _check_group_size(group_size, mesh.shard)
     first = rank - rank % group_size  # the group size divides the shard group, so no group spans two replicas
@@ -178,7 +178,7 @@ def check_reshard_group(group_size: int, world_size: int) -> None:
     """Raise MeshError unless the size of a reshard group is that of groups that divide the shard group."""
     if type(group_size) is not int or group_size < 1 or world_size % group_size:
         raise MeshError(
-            f"reshard_after_forward={shown(group_size)}: expected the size of a group that divides the {world_size} ranks of a "
+            f"reshard_after_forward={quote(group_size)}: expected the size of a group that divides the {world_size} ranks of a "
             "shard group"
         )
 

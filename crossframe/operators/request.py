@@ -18,7 +18,7 @@ class Request:
     Attributes:
         directory: the destination of the trace.
         step, rank: the step and the rank whose operators are traced. The run ends after the step.
-        phase: phase of the quantity that differs (`crossframe.recording.lines`).
+        phase: phase of the quantity that differs (`crossframe.recording.event_format`).
         unit: the unit inside of which forward and backward are traced; "": everywhere.
         in_bits: whether values will be compared bit for bit only.
         judged: whether each operator is repeated in float64 and tested against its bound.

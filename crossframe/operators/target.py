@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import FORWARD, PARAMETERS, UNSHARDED
+from crossframe.recording.event_format import FORWARD, PARAMETERS, UNSHARDED
 from crossframe.verdict import PairVerdict
 from crossframe.verdict.bits import program_difference
 from crossframe.verdict.measure.bounds import bounds_for

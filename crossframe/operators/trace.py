@@ -9,7 +9,7 @@ from typing import Any
 from crossframe.errors import RecordingError
 from crossframe.files import parse_json
 from crossframe.operators.signature import Signature
-from crossframe.shown import shown_path
+from crossframe.quoting import quote_path
 
 COMPILED = "compiled."
 """Prefix of the names of operators inside compiled graphs."""
@@ -151,5 +151,5 @@ class Trace:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordingError(
-                f"{shown_path(path)}: expected a trace of operators, but {error}; trace again"
+                f"{quote_path(path)}: expected a trace of operators, but {error}; trace again"
             ) from None

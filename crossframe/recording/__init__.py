@@ -1,7 +1,7 @@
 """Recordings: a run on disk, by step, rank, phase and use, in names that do not depend on framework, layout and world size.
 
 DIRECTORY/manifest.json                      describes the run (`Manifest`)
-DIRECTORY/rank00000/events.jsonl             the events of a rank, one on each line (`crossframe.recording.lines`)
+DIRECTORY/rank00000/events.jsonl             the events of a rank, one on each line (`crossframe.recording.event_format`)
 DIRECTORY/rank00000/step00000.safetensors    the tensors of a recorded step
 DIRECTORY/twin00001/                         the recording of a perturbed run (`crossframe.recording.perturbed_runs`)
 """

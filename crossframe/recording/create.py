@@ -11,15 +11,15 @@ from pathlib import Path
 
 from crossframe.errors import RecordingError
 from crossframe.files import folder_lock
-from crossframe.recording import lines
+from crossframe.quoting import quote, quote_path
+from crossframe.recording import event_format
 from crossframe.recording.manifest import MANIFEST_NAME, Manifest
-from crossframe.shown import shown, shown_path
 
 # Names of the files and folders of a recording, besides its manifest.
 _RANK, _PERTURBED_RUN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
 _STEP = re.compile(r"step\d{5,}\.safetensors(\.part)?")
 _ENDS = ("part", "replaced", "replaced")
-_FILES = (MANIFEST_NAME, lines.EVENTS_NAME)
+_FILES = (MANIFEST_NAME, event_format.EVENTS_NAME)
 # Files that an interrupted creation leaves: the new manifest, and the one that it replaces.
 _BEGUN = re.compile(rf"{re.escape(MANIFEST_NAME)}\.([0-9a-f]{{16}}\.)?(part|replaced)")
 
@@ -46,7 +46,7 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
     try:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise RecordingError(
-                f"{shown_path(path)}: expected a directory to record into, or none, but it is a file or a link"
+                f"{quote_path(path)}: expected a directory to record into, or none, but it is a file or a link"
             )
         try:
             json.dumps(manifest.to_json(), allow_nan=False)
@@ -59,7 +59,7 @@ def create_recording(directory: str | Path, manifest: Manifest, *, overwrite: bo
             _publish(path, manifest, _replaceable(path, overwrite))
     except OSError as error:
         raise RecordingError(
-            f"{shown_path(path)}: no recording can begin there ({error.strerror or error}); make space, or pass another directory"
+            f"{quote_path(path)}: no recording can begin there ({error.strerror or error}); make space, or pass another directory"
         ) from error
     return path
 
@@ -91,7 +91,7 @@ def _publish(path: Path, manifest: Manifest, old: list[Path]) -> None:
 
 
 def _taken(path: Path) -> str:
-    return f"{shown_path(path)}: another job began to record here at the same time; record into another directory"
+    return f"{quote_path(path)}: another job began to record here at the same time; record into another directory"
 
 
 def _link(part: Path, target: Path) -> None:
@@ -151,18 +151,18 @@ def _replaceable(path: Path, overwrite: bool) -> list[Path]:
         begun = [entry for entry in entries if _is_begun(entry)]
         if not begun or not all(_is_begun(entry) or _is_folder(entry) for entry in entries):
             raise RecordingError(
-                f"{shown_path(path)}: not empty and not a recording that can be read, so nothing in it is deleted; choose "
+                f"{quote_path(path)}: not empty and not a recording that can be read, so nothing in it is deleted; choose "
                 f"another directory ({error})"
             ) from None
     if not overwrite:
         raise RecordingError(
-            f"{shown_path(path)}: holds a recording already; choose another directory, or overwrite it (--overwrite, "
+            f"{quote_path(path)}: holds a recording already; choose another directory, or overwrite it (--overwrite, "
             "overwrite=True)"
         )
     old = [entry for entry in entries if _is_folder(entry) or _is_begun(entry)]
     if foreign := [each.name for entry in old for each in _foreign(entry)]:
         raise RecordingError(
-            f"{shown_path(path)}: {shown(foreign[0])} is not part of a recording; move it, nothing was deleted"
+            f"{quote_path(path)}: {quote(foreign[0])} is not part of a recording; move it, nothing was deleted"
         )
     return [entry for entry in entries if entry.name == MANIFEST_NAME] + old
 

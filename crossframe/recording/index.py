@@ -12,11 +12,11 @@ from crossframe.dtypes import itemsize
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import FileError, open_regular
 from crossframe.params import OVERFLOW
-from crossframe.recording import lines
+from crossframe.quoting import quote, quote_path
+from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.sketch import ROW_BYTES
-from crossframe.shown import shown, shown_path
 from crossframe.tensor_file import MOST_DIMS
 from crossframe.trace import Event
 
@@ -144,16 +144,16 @@ def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path,
         line = reader.readline(min(LONGEST_LINE, size))
         size -= len(line)
         number += 1
-        where = f"{shown_path(path)}, line {number}"
+        where = f"{quote_path(path)}, line {number}"
         if not line.endswith(b"\n"):
             if len(line) == LONGEST_LINE:
                 raise RecordingError(f"{where}: expected a line of at most {LONGEST_LINE} bytes; damaged, record again")
             if line and index.ended:
                 raise RecordingError(
-                    f"{shown_path(path)}: text after the end; two runs wrote here, record the run again"
+                    f"{quote_path(path)}: text after the end; two runs wrote here, record the run again"
                 )
             return  # incomplete
-        fields = lines.decode(line, rank, where, manifest.framework if manifest.states_no_order else "")
+        fields = event_format.decode(line, rank, where, manifest.framework if manifest.states_no_order else "")
         if index.ended:
             raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
         if (number == 1) != (fields["event"] == "begin"):
@@ -180,7 +180,7 @@ def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manife
     if open_step or fields["steps"] != index.num_steps or manifest.steps not in (None, index.num_steps):
         steps = fields["steps"] if manifest.steps is None else manifest.steps
         raise RecordingError(
-            f"{where}: expected the end after {shown(steps)} whole steps, got it after {index.num_steps}"
+            f"{where}: expected the end after {quote(steps)} whole steps, got it after {index.num_steps}"
         )
     if before != fields["sha256"]:
         raise RecordingError(
@@ -193,13 +193,13 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     step = fields["step"]
     if step != index.num_steps or (manifest.steps is not None and step >= manifest.steps):
         raise RecordingError(
-            f"{where}: expected step {index.num_steps} of {manifest.steps}, got {shown(step)}; record again"
+            f"{where}: expected step {index.num_steps} of {manifest.steps}, got {quote(step)}; record again"
         )
     own, counts = StepLines(), []
     for line, place in members:
         if line["step"] != step:
             raise RecordingError(
-                f"{place}: a line of step {shown(line['step'])} inside step {step}; record the run again"
+                f"{place}: a line of step {quote(line['step'])} inside step {step}; record the run again"
             )
         _file(index, own, line, step, manifest, place)
         if line["event"] == "count" and "value" in line:  # up to format 4
@@ -207,7 +207,7 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     if (other := fields.get("as")) is not None:
         if not 0 <= other < step or own != StepLines():
             raise RecordingError(
-                f"{where}: expected lines of step {step} or those of an earlier one, got both or step {shown(other)}; record "
+                f"{where}: expected lines of step {step} or those of an earlier one, got both or step {quote(other)}; record "
                 "again"
             )
         own = index.lines[other]
@@ -237,14 +237,14 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             ids = fields["sample_ids"]
             if not all(type(i) is int for i in ids):
                 raise RecordingError(
-                    f"{where}: expected sample ids that are ints, got {shown(ids)}; record the run again"
+                    f"{where}: expected sample ids that are ints, got {quote(ids)}; record the run again"
                 )
             inputs = fields.get("inputs", [])
             if type(inputs) is not list or not all(
                 type(each) is list and list(map(type, each)) == [int, int] for each in inputs
             ):
                 raise RecordingError(
-                    f"{where}: expected two ints for each array of the batch, got {shown(inputs)}; record the run again"
+                    f"{where}: expected two ints for each array of the batch, got {quote(inputs)}; record the run again"
                 )
             index.batches[step] = Batch(fields["digest"], tuple(ids), tuple((rows, order) for rows, order in inputs))
         case "collective":
@@ -255,7 +255,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             _check_param(fields, manifest, where)
             if fields["name"] in own.counted:
                 raise RecordingError(
-                    f"{where}: the count of {shown(fields['name'])} occurs twice in step {step}; record again"
+                    f"{where}: the count of {quote(fields['name'])} occurs twice in step {step}; record again"
                 )
             own.counted[fields["name"]] = len(own.counted)
         case "activation":
@@ -263,20 +263,20 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             at = (fields["microbatch"], fields["name"], fields["use"])
             if at in own.activations:
                 raise RecordingError(
-                    f"{where}: the {at[2]} of {shown(at[1])} occurs twice in step {step}; record again"
+                    f"{where}: the {at[2]} of {quote(at[1])} occurs twice in step {step}; record again"
                 )
             own.activations[at] = fields
-            own.add_bytes(lines.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
+            own.add_bytes(event_format.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
         case "tensor":
             _check_tensor(fields, manifest, where)
-            slot = fields["use"] if fields["phase"] == lines.STATE else ""
+            slot = fields["use"] if fields["phase"] == event_format.STATE else ""
             key = (fields["phase"], fields["name"], slot)
             if key in own.tensors:
                 raise RecordingError(
-                    f"{where}: {key[0]!r} of {shown(key[1])} occurs twice in step {step}; record again"
+                    f"{where}: {key[0]!r} of {quote(key[1])} occurs twice in step {step}; record again"
                 )
             own.tensors[key] = fields
-            own.add_bytes(lines.tensor_key(*key), fields["stop"] - fields["start"], fields)
+            own.add_bytes(event_format.tensor_key(*key), fields["stop"] - fields["start"], fields)
 
 
 def _event(fields: dict[str, Any], where: str) -> Event:
@@ -284,51 +284,51 @@ def _event(fields: dict[str, Any], where: str) -> Event:
     for name, kind in expected.items():
         if type(fields.get(name)) is not kind:
             raise RecordingError(
-                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {shown(fields.get(name))}"
+                f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {quote(fields.get(name))}"
             )
     numbers = [fields["num_bytes"], *fields["group"], fields.get("microbatch", 0), fields.get("bucket", 0)]
     if not all(type(number) is int and 0 <= number < OVERFLOW for number in numbers):
-        raise RecordingError(f"{where}: expected bytes and ranks as ints of at least 0, got {shown(fields)}")
+        raise RecordingError(f"{where}: expected bytes and ranks as ints of at least 0, got {quote(fields)}")
     return Event.from_json(fields)
 
 
 def _check_param(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     if fields["name"] not in manifest.params or manifest.unit_of[fields["name"]] != fields["unit"]:
         raise RecordingError(
-            f"{where}: the manifest has no parameter {shown(fields['name'])} in unit {shown(fields['unit'])}"
+            f"{where}: the manifest has no parameter {quote(fields['name'])} in unit {quote(fields['unit'])}"
         )
 
 
 def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     name, phase, start, stop = fields["name"], fields["phase"], fields["start"], fields["stop"]
     _check_param(fields, manifest, where)
-    if phase not in lines.TENSOR_USES:
+    if phase not in event_format.TENSOR_USES:
         raise RecordingError(
-            f"{where}: expected a phase among {list(lines.TENSOR_USES)}, got {shown(phase)}; record again"
+            f"{where}: expected a phase among {list(event_format.TENSOR_USES)}, got {quote(phase)}; record again"
         )
     numel = manifest.params[name].numel
-    whole = phase in lines.WHOLE_ON_RANK
+    whole = phase in event_format.WHOLE_ON_RANK
     if not 0 <= start < stop <= numel or (whole and stop - start != numel):
         raise RecordingError(
-            f"{where}: expected a range of the {numel} elements of {shown(name)}, got {shown(start)}:{shown(stop)}"
+            f"{where}: expected a range of the {numel} elements of {quote(name)}, got {quote(start)}:{quote(stop)}"
         )
     _check_dtype(fields, where)
 
 
 def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     use = fields["use"]
-    if use not in (lines.INPUT, lines.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
+    if use not in (event_format.INPUT, event_format.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
         raise RecordingError(
-            f"{where}: an activation {shown(use)} of unit {shown(fields['unit'])}: the manifest has no such activation"
+            f"{where}: an activation {quote(use)} of unit {quote(fields['unit'])}: the manifest has no such activation"
         )
     shape, order = fields["shape"], fields["order"]
     sizes = len(shape) <= MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
     if not sizes or math.prod(shape) >= OVERFLOW or fields["microbatch"] < 0:
-        raise RecordingError(f"{where}: expected a shape and a microbatch, got {shown(shape)}; record again")
+        raise RecordingError(f"{where}: expected a shape and a microbatch, got {quote(shape)}; record again")
     if order not in list(Order) or (order != Order.TORCH and len(shape) < LEAST_DIMS):
         raise RecordingError(
             f"{where}: expected an order among {[each.value for each in Order]}, and {Order.TORCH.value!r} below {LEAST_DIMS} "
-            f"dims, got {shown(order)} of shape {shown(shape)}; record again"
+            f"dims, got {quote(order)} of shape {quote(shape)}; record again"
         )
     _check_dtype(fields, where)
 

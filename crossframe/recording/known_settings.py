@@ -6,8 +6,8 @@ from typing import Any
 
 from crossframe.dtypes import FLOATING
 from crossframe.errors import RecordingError
+from crossframe.quoting import quote
 from crossframe.recording.program import PROGRAM
-from crossframe.shown import shown
 
 COMMAND = "command"
 """The command line that repeats the recording."""
@@ -83,8 +83,8 @@ def check_settings(settings: Any) -> None:
     """Raise RecordingError unless the settings that a comparison uses are valid. A setting of None is the same as an absent
     one."""
     if not isinstance(settings, Mapping):
-        raise RecordingError(f"manifest field 'settings': expected an object, got {shown(settings)}")
+        raise RecordingError(f"manifest field 'settings': expected an object, got {quote(settings)}")
     for name, (expected, is_right) in _KNOWN.items():
         value = settings.get(name)
         if value is not None and not is_right(value):
-            raise RecordingError(f"manifest field 'settings.{name}': expected {expected}, got {shown(value)}")
+            raise RecordingError(f"manifest field 'settings.{name}': expected {expected}, got {quote(value)}")

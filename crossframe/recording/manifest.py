@@ -19,17 +19,17 @@ from crossframe.mesh import MeshSpec
 from crossframe.param_map import ParamMap
 from crossframe.params import ParamSpec, check_unique_names
 from crossframe.plan import Strategy
+from crossframe.quoting import quote, quote_error, quote_path
+from crossframe.recording.event_format import INPUT
 from crossframe.recording.known_settings import check_settings
-from crossframe.recording.lines import INPUT
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES
-from crossframe.shown import shown, shown_error, shown_path
 from crossframe.unit_assignment import enclosing_unit
 
 FORMAT = 5
 FORMATS = (3, 4, FORMAT)
 """The formats that can be read. Format 3 does not state the rules of layouts and sketches, which are those of format 4, nor the
-order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.lines`)."""
+order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.event_format`)."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 17
@@ -232,13 +232,13 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """The manifest of the recording in a directory; RecordingError if it is missing or cannot be read."""
         path = directory / MANIFEST_NAME
-        at = shown_path(path)
+        at = quote_path(path)
         try:
             content = read_bytes(path, LARGEST)
         except FileError as error:
             if error.missing:
                 raise RecordingError(
-                    f"{shown_path(directory)}: expected a recording, but it has no {MANIFEST_NAME}; check the path"
+                    f"{quote_path(directory)}: expected a recording, but it has no {MANIFEST_NAME}; check the path"
                 ) from None
             raise RecordingError(f"{error}; check the path, or record the run again") from None
         try:
@@ -251,7 +251,7 @@ class Manifest:
         except RecordingError as error:
             raise RecordingError(f"{at}: {error}; record the run again with this version") from None
         except ValueError as error:
-            raise RecordingError(f"{at}: expected JSON, but {shown_error(error)}; record the run again") from None
+            raise RecordingError(f"{at}: expected JSON, but {quote_error(error)}; record the run again") from None
 
 
 def _unit_to_json(name: str, layout: Layout) -> dict:
@@ -300,7 +300,7 @@ def _expect_names(field: str, names: Iterable[str]) -> None:
 
 def _expect(holds: bool, name: str, expected: str, came: Any) -> None:
     if not holds:
-        raise RecordingError(f"manifest field {name!r}: expected {expected}, got {shown(came)}")
+        raise RecordingError(f"manifest field {name!r}: expected {expected}, got {quote(came)}")
 
 
 class _naming:
@@ -315,4 +315,4 @@ class _naming:
         if isinstance(error, RecordingError):
             return
         if isinstance(error, (CrossframeError, KeyError, TypeError, ValueError)):
-            raise RecordingError(f"manifest field {self.name!r}: {shown_error(error)}") from None
+            raise RecordingError(f"manifest field {self.name!r}: {quote_error(error)}") from None

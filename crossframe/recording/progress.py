@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from crossframe.recording import lines
+from crossframe.recording import event_format
 
 _MARK = b'{"event": "step", '
 
@@ -11,7 +11,9 @@ class Progress:
     """Counts the "step" lines of every rank. Each call reads only what was appended since the previous one."""
 
     def __init__(self, directory: Path, world_size: int) -> None:
-        self._paths = [directory / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(world_size)]
+        self._paths = [
+            directory / event_format.rank_folder(rank) / event_format.EVENTS_NAME for rank in range(world_size)
+        ]
         self._offsets = [0] * world_size
         self._counts = [0] * world_size
         self._inodes = [0] * world_size

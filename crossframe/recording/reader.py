@@ -15,7 +15,8 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.layout import Layout
 from crossframe.mesh import check_rank
-from crossframe.recording import lines
+from crossframe.quoting import quote, quote_path
+from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.index import Batch, RankIndex, read_index
 from crossframe.recording.manifest import Manifest
@@ -23,7 +24,6 @@ from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
 from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
 from crossframe.recording.tensors import TensorFile
-from crossframe.shown import shown, shown_path
 from crossframe.trace import Event
 
 _OPEN_FILES = 64
@@ -65,19 +65,21 @@ class Recording:
                 line is damaged.
         """
         path = Path(directory)
-        at = shown_path(path)
+        at = quote_path(path)
         if not os.path.isdir(path):
             raise RecordingError(f"{at}: expected the directory of a recording, but there is none; check the path")
         manifest = Manifest.read(path)
-        files = (path / lines.rank_folder(rank) / lines.EVENTS_NAME for rank in range(manifest.world_size))
+        files = (
+            path / event_format.rank_folder(rank) / event_format.EVENTS_NAME for rank in range(manifest.world_size)
+        )
         absent = list(islice((file.parent.name for file in files if not os.path.isfile(file)), 4))
         if absent and not partial:
             raise RecordingError(
-                f"{at}: expected {manifest.world_size} ranks, but {', '.join(absent)} left no {lines.EVENTS_NAME}; copy the "
-                "whole directory, or record the run again"
+                f"{at}: expected {manifest.world_size} ranks, but {', '.join(absent)} left no {event_format.EVENTS_NAME}; copy "
+                "the whole directory, or record the run again"
             )
         indexes = [
-            read_index(path / lines.rank_folder(rank) / lines.EVENTS_NAME, manifest, rank)
+            read_index(path / event_format.rank_folder(rank) / event_format.EVENTS_NAME, manifest, rank)
             for rank in range(manifest.world_size)
         ]
         num_steps = min(index.num_steps for index in indexes)
@@ -90,14 +92,14 @@ class Recording:
         if not partial and any(index.num_steps != num_steps for index in indexes):
             steps = [index.num_steps for index in indexes]
             raise RecordingError(
-                f"{at}: ranks ended after {shown(steps)} steps; all must record the same, record it again"
+                f"{at}: ranks ended after {quote(steps)} steps; all must record the same, record it again"
             )
         return cls(path, manifest, indexes, num_steps)
 
     def perturbed_runs(self) -> tuple["Recording", ...]:
         """The perturbed runs that were recorded with this run, by number (`crossframe.recording.perturbed_runs`)."""
         found = []
-        while (folder := self.directory / lines.perturbed_run_folder(len(found) + 1)).is_dir():
+        while (folder := self.directory / event_format.perturbed_run_folder(len(found) + 1)).is_dir():
             found.append(Recording.open(folder).with_channels_first(self._moved))
         return tuple(found)
 
@@ -122,7 +124,7 @@ class Recording:
             RecordingError: `num_steps` is not an int of at least 1.
         """
         if type(num_steps) is not int or num_steps < 1:
-            raise RecordingError(f"steps: expected an int of at least 1, got {shown(num_steps)}")
+            raise RecordingError(f"steps: expected an int of at least 1, got {quote(num_steps)}")
         if num_steps >= self.num_steps:
             return self
         view = copy.copy(self)
@@ -144,7 +146,7 @@ class Recording:
         for index in self._indexes:
             for own in index.lines:
                 if id(own) not in recorded:
-                    recorded[id(own)] = any(phase != lines.PARAMETERS for phase, _, _ in own.tensors)
+                    recorded[id(own)] = any(phase != event_format.PARAMETERS for phase, _, _ in own.tensors)
         steps = range(min(index.num_steps for index in self._indexes))
         return tuple(step for step in steps if all(recorded[id(index.lines[step])] for index in self._indexes))
 
@@ -292,11 +294,11 @@ class Recording:
 
     def local(self, step: int, rank: int, name: str) -> np.ndarray:
         """The gradient of one rank's own batch, in the parameter's shape; RecordingError if it was not recorded."""
-        return self._own(lines.BACKWARD, "local gradient", step, rank, name)
+        return self._own(event_format.BACKWARD, "local gradient", step, rank, name)
 
     def unsharded(self, step: int, rank: int, name: str) -> np.ndarray:
         """A parameter in one rank's forward; RecordingError if it was not recorded."""
-        return self._own(lines.UNSHARDED, "unsharded parameter", step, rank, name)
+        return self._own(event_format.UNSHARDED, "unsharded parameter", step, rank, name)
 
     def _own(self, phase: str, what: str, step: int, rank: int, name: str) -> np.ndarray:
         run = self.own_run(phase, step, rank, name)
@@ -344,7 +346,7 @@ class Recording:
         line = self._activation(step, rank, microbatch, module, use)
         if line.get("sketch") is not None:
             raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
-        key = line.get("at", lines.activation_key(use, microbatch, module))
+        key = line.get("at", event_format.activation_key(use, microbatch, module))
         file = self._file(rank, step, line.get("before", False))
         values = file.read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
         return channels_first(values) if (module, use) in self._moved else values
@@ -364,9 +366,9 @@ class Recording:
         line = self._activation(step, rank, microbatch, module, use)
         if line.get("sketch") is None:
             return None
-        key, of = lines.activation_key(use, microbatch, module), "sketch"
+        key, of = event_format.activation_key(use, microbatch, module), "sketch"
         if (module, use) in self._moved:
-            key, of = lines.channels_first_key(key), "channels_first"
+            key, of = event_format.channels_first_key(key), "channels_first"
         if line.get(of) is None:
             raise RecordingError(
                 f"{self.directory}: the {use} of {module!r} at step {step} has no sketch with channels first; record again"
@@ -388,7 +390,7 @@ class Recording:
 
     def _where(self, phase: str, step: int, name: str, use: str) -> str:
         of = f"{use} of " if use else ""
-        return f"{shown_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {shown(name)}"
+        return f"{quote_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {quote(name)}"
 
     def elements(self, step: int, run: Run) -> np.ndarray:
         """The elements of a run that was recorded in full, as a 1-D array."""
@@ -398,11 +400,11 @@ class Recording:
         """The tensors of a rank at a step, or at the previous step."""
         key = (rank, step - before)
         if key[1] < 0:
-            folder = shown_path(self.directory / lines.rank_folder(rank))
+            folder = quote_path(self.directory / event_format.rank_folder(rank))
             raise RecordingError(f"{folder}: step 0 refers to tensors of a step before it; record the run again")
         if key not in self._files:
             _make_room(self._files, max(_OPEN_FILES, 3 * self.manifest.world_size))
-            path = self.directory / lines.rank_folder(rank) / lines.step_file(key[1])
+            path = self.directory / event_format.rank_folder(rank) / event_format.step_file(key[1])
             index = self._indexes[rank]
             own = index.lines[key[1]]
             self._files[key] = TensorFile(path, index.sha256[key[1]], own.most_bytes, in_memory=own.num_sketches > 0)

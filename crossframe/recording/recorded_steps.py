@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from crossframe.errors import RecordingError, UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def window_of(text: str) -> tuple[int, int]:
     numbers = all(each.isdecimal() and len(each) <= 12 for each in (start, stop))
     if not (colon and numbers and int(start) < int(stop)):
         raise UsageError(
-            f"window: expected the first step and the one after the last, as in 500:510, got {shown(text)}"
+            f"window: expected the first step and the one after the last, as in 500:510, got {quote(text)}"
         )
     return int(start), int(stop)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crossframe.errors import RecordingError
 from crossframe.files import FileError, open_regular
-from crossframe.recording import lines
+from crossframe.recording import event_format
 from crossframe.recording.index import LARGEST_EVENTS
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import Manifest
@@ -43,7 +43,7 @@ class Stated:
         manifest = Manifest.read(directory)
         contents, num_steps = [], set()
         for rank in range(manifest.world_size):
-            end = _end(directory / lines.rank_folder(rank) / lines.EVENTS_NAME, rank)
+            end = _end(directory / event_format.rank_folder(rank) / event_format.EVENTS_NAME, rank)
             if end is None or not isinstance(end.get("content"), str):
                 return None
             contents.append(end["content"])
@@ -64,7 +64,7 @@ def _end(path: Path, rank: int) -> dict | None:
         file.seek(max(size - _LONGEST_END, 0))
         last = file.read().splitlines(keepends=True)[-1:]
     try:
-        fields = lines.decode(last[0], rank, str(path)) if last else None
+        fields = event_format.decode(last[0], rank, str(path)) if last else None
     except RecordingError:
         return None
     return fields if fields is not None and fields["event"] == "end" else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from crossframe.recording import lines
+from crossframe.recording import event_format
 from crossframe.recording.index import StepLines
 from crossframe.recording.sketch import NUM_SUMS, Sketch
 
@@ -20,8 +20,8 @@ class Run:
 
     Attributes:
         key: the key of its elements in the step's file, or in that of the previous step if `before`.
-        sketch: the row of its sketch, or up to format 4 an object (see `crossframe.recording.lines`); None if the elements were
-            recorded.
+        sketch: the row of its sketch, or up to format 4 an object (see `crossframe.recording.event_format`); None if the
+            elements were recorded.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class StepRuns:
             for name in own.counted:
                 self.counted.setdefault(name, rank)
             for what, line in own.tensors.items():
-                key = line.get("at", lines.tensor_key(*what))
+                key = line.get("at", event_format.tensor_key(*what))
                 run = Run(
                     rank, line["start"], line["stop"], line["dtype"], key, line.get("sketch"), line.get("before", False)
                 )
                 self.of.setdefault(what, []).append(run)
-                if what[0] == lines.STATE:
+                if what[0] == event_format.STATE:
                     slots.setdefault(what[1], set()).add(what[2])
         self.slots = {name: tuple(sorted(each)) for name, each in slots.items()}
         self.whole: dict[tuple[What, int], list[Run]] = {}

@@ -11,7 +11,7 @@ from crossframe import tensor_file
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
 from crossframe.files import FileError
-from crossframe.recording.lines import SKETCHES_KEY
+from crossframe.recording.event_format import SKETCHES_KEY
 from crossframe.recording.sketch import ROW
 
 

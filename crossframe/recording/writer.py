@@ -15,12 +15,12 @@ import numpy as np
 from crossframe.errors import RecordingError
 from crossframe.files import folder_lock
 from crossframe.mesh import check_rank
-from crossframe.recording import lines
+from crossframe.quoting import quote_path
+from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.tensors import dtype_name, write_tensors
-from crossframe.shown import shown_path
 from crossframe.trace import Event
 
 _STRUCTURES = 4
@@ -58,7 +58,7 @@ class RecordingWriter:
         self._step = 0
         self._manifest_stat: tuple[int, ...] | None = None
         self._check_ours()
-        self.folder = self._root / lines.rank_folder(rank)
+        self.folder = self._root / event_format.rank_folder(rank)
         # A job that overwrites deletes folders under this lock. Without it, this folder could appear in that job's recording.
         with self._writes(), folder_lock(self._root, shared=True):
             self._check_ours()
@@ -66,7 +66,7 @@ class RecordingWriter:
                 self.folder.mkdir()
             except FileExistsError:
                 raise RecordingError(
-                    f"{shown_path(self.folder)}: written already; begin with create_recording"
+                    f"{quote_path(self.folder)}: written already; begin with create_recording"
                 ) from None
         self._params = manifest.params
         self._units = manifest.unit_of
@@ -83,9 +83,9 @@ class RecordingWriter:
         self._structures: deque[tuple[int, list[tuple[str, dict[str, Any]]]]] = deque(maxlen=_STRUCTURES)
         self._finished = False
         with self._writes():
-            self._file = open(self.folder / lines.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
+            self._file = open(self.folder / event_format.EVENTS_NAME, "xb")  # noqa: SIM115 (closed in __exit__ or finish)
         self._sha256, self._content = hashlib.sha256(), hashlib.sha256()
-        begin = lines.encode("begin", {"manifest": manifest.sha256}).encode()
+        begin = event_format.encode("begin", {"manifest": manifest.sha256}).encode()
         self._sha256.update(begin)
         self._append(begin)
 
@@ -108,20 +108,30 @@ class RecordingWriter:
     def batch(self, step: int, digest: str, sample_ids: Iterable[int], inputs: Iterable[tuple[int, int]] = ()) -> None:
         """Record this rank's batch: its sha256 in hex, the id of each sample in the data, and two numbers for each array
         (`crossframe.recording.batches.inputs_of`), if known."""
-        lines.check_digest(digest)
+        event_format.check_digest(digest)
         fields: dict[str, Any] = {"digest": digest, "sample_ids": [int(i) for i in sample_ids]}
         if stated := [list(each) for each in inputs]:
             fields["inputs"] = stated
-        self._add("batch", lines.place(step, self.rank, lines.BATCH, "batch") | fields, once=lines.BATCH)
+        self._add(
+            "batch", event_format.place(step, self.rank, event_format.BATCH, "batch") | fields, once=event_format.BATCH
+        )
 
     def loss(self, step: int, value: float) -> None:
         """Record this rank's loss, before any average over ranks."""
         fields = {"value": float(value)}
-        self._add("loss", lines.place(step, self.rank, lines.FORWARD, "loss") | fields, once=lines.FORWARD)
+        self._add(
+            "loss",
+            event_format.place(step, self.rank, event_format.FORWARD, "loss") | fields,
+            once=event_format.FORWARD,
+        )
 
     def grad_norm(self, step: int, value: float) -> None:
         """Record the gradient norm that the loop computed, before clipping."""
-        self._add("norm", lines.place(step, self.rank, lines.NORM, "norm") | {"value": float(value)}, once=lines.NORM)
+        self._add(
+            "norm",
+            event_format.place(step, self.rank, event_format.NORM, "norm") | {"value": float(value)},
+            once=event_format.NORM,
+        )
 
     def activation(
         self,
@@ -151,7 +161,7 @@ class RecordingWriter:
         self._check_dense(step, "activations")
         if type(microbatch) is not int or microbatch < 0:
             raise RecordingError(f"{where}: expected a microbatch of 0 or more")
-        if use not in (lines.INPUT, lines.OUTPUT):
+        if use not in (event_format.INPUT, event_format.OUTPUT):
             raise RecordingError(f"{where}: expected 'input' or 'output', got {use!r}")
         if isinstance(value, Sketch) and (shape is None or math.prod(shape) != value.numel):
             raise RecordingError(f"{where}: expected the shape of {value.numel} sketched elements, got {shape}")
@@ -165,14 +175,14 @@ class RecordingWriter:
             raise RecordingError(
                 f"{where}: expected the sketch with channels first exactly where its order is not known"
             )
-        key = lines.activation_key(use, microbatch, module)
+        key = event_format.activation_key(use, microbatch, module)
         if isinstance(value, np.ndarray) and not known and self.manifest.detail == SKETCH and value.size > WHOLE:
             dtype_name(value.dtype)
             moved = sketches_of(key, [channels_first(value)])[0]
-        fields = lines.place(
+        fields = event_format.place(
             step,
             self.rank,
-            lines.FORWARD,
+            event_format.FORWARD,
             use,
             unit=self.manifest.maker(module, use),
             name=module,
@@ -186,19 +196,19 @@ class RecordingWriter:
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """Record this rank's pieces of the unit's parameters before the step. Required before step 0 only."""
-        self._put(lines.PARAMETERS, step, unit, pieces)
+        self._put(event_format.PARAMETERS, step, unit, pieces)
 
     def unsharded(self, step: int, unit: str, params: Mapping[str, np.ndarray | Sketch]) -> None:
         """Record the full parameters of a unit in this rank's first forward of the step, each in its shape."""
-        self._whole(lines.UNSHARDED, "unsharded parameter", step, unit, params)
+        self._whole(event_format.UNSHARDED, "unsharded parameter", step, unit, params)
 
     def local_grads(self, step: int, unit: str, grads: Mapping[str, np.ndarray | Sketch]) -> None:
         """Record the full gradients of this rank's own batch, before any reduction, each in its parameter's shape."""
-        self._whole(lines.BACKWARD, "local gradient", step, unit, grads)
+        self._whole(event_format.BACKWARD, "local gradient", step, unit, grads)
 
     def reduced_grads(self, step: int, unit: str, pieces: Pieces) -> None:
         """Record this rank's pieces of the gradients that its optimizer gets."""
-        self._put(lines.REDUCE, step, unit, pieces)
+        self._put(event_format.REDUCE, step, unit, pieces)
 
     def state(self, step: int, unit: str, slot: str, pieces: Pieces) -> None:
         """Record this rank's pieces of an optimizer state entry, after the optimizer's step.
@@ -206,28 +216,28 @@ class RecordingWriter:
         Args:
             slot: name of the entry in torch: "exp_avg", "exp_avg_sq", "momentum_buffer".
         """
-        lines.check_slot(slot)
-        self._put(lines.STATE, step, unit, pieces, slot)
+        event_format.check_slot(slot)
+        self._put(event_format.STATE, step, unit, pieces, slot)
 
     def counts(self, step: int, counts: Mapping[str, float]) -> None:
         """Record the optimizer's count of its steps for each parameter, after its step."""
         for name, value in counts.items():
             if name not in self._units:
                 raise RecordingError(f"rank {self.rank}, step {step}: the manifest has no parameter {name!r}")
-            at = lines.place(step, self.rank, lines.STATE, "step", unit=self._units[name], name=name)
+            at = event_format.place(step, self.rank, event_format.STATE, "step", unit=self._units[name], name=name)
             self._add("count", at, once=f"count of {name}")
             self._counts.append(float(value))
 
     def updated(self, step: int, unit: str, pieces: Pieces) -> None:
         """Record this rank's pieces of the parameters after the optimizer's step."""
-        self._put(lines.UPDATE, step, unit, pieces)
+        self._put(event_format.UPDATE, step, unit, pieces)
 
     def collectives(self, step: int, events: Sequence[Event]) -> None:
         """Record the collectives of this rank, in order."""
         for event in events:
             self._add(
                 "collective",
-                lines.place(step, self.rank, lines.COLLECTIVE, "collective", unit=event.unit)
+                event_format.place(step, self.rank, event_format.COLLECTIVE, "collective", unit=event.unit)
                 | {"collective": event.to_json()},
             )
 
@@ -238,25 +248,29 @@ class RecordingWriter:
             rates: the learning rate of each parameter group at this step; empty if unknown.
         """
         self._check_step(step)
-        missing = [what for what, key in (("batch", lines.BATCH), ("loss", lines.FORWARD)) if key not in self._seen]
+        missing = [
+            what
+            for what, key in (("batch", event_format.BATCH), ("loss", event_format.FORWARD))
+            if key not in self._seen
+        ]
         if missing:
             raise RecordingError(f"rank {self.rank}, step {step} ends without its {' and '.join(missing)}")
         self._check_ours()
         if self._sketches:
-            self._tensors[lines.SKETCHES_KEY] = np.concatenate(self._sketches)
+            self._tensors[event_format.SKETCHES_KEY] = np.concatenate(self._sketches)
         with self._writes():
-            sha256 = write_tensors(self.folder / lines.step_file(step), self._tensors) if self._tensors else ""
+            sha256 = write_tensors(self.folder / event_format.step_file(step), self._tensors) if self._tensors else ""
         summary: dict[str, Any] = {"step": step, "sha256": sha256}
         if (other := self._same_structure(step)) is not None:
             summary["as"] = other
-            self._lines = [(event, fields) for event, fields in self._lines if event not in lines.STRUCTURE]
+            self._lines = [(event, fields) for event, fields in self._lines if event not in event_format.STRUCTURE]
         if rates:
             summary["rates"] = [_number(rate) for rate in rates]
         if self._counts:
             summary["counts"] = [_number(count) for count in self._counts]
             if len(set(summary["counts"])) == 1:
                 summary["counts"] = summary["counts"][0]
-        self._write("".join(lines.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
+        self._write("".join(event_format.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
         self._stored_before, self._stored, self._step = self._stored, {}, step + 1
 
@@ -265,7 +279,7 @@ class RecordingWriter:
         own = [
             (event, {name: value for name, value in fields.items() if name != "step"})
             for event, fields in self._lines
-            if event in lines.STRUCTURE
+            if event in event_format.STRUCTURE
         ]
         if not own:
             return None
@@ -287,7 +301,7 @@ class RecordingWriter:
             )
         self._check_ours()
         digests = {"sha256": self._sha256.hexdigest(), "content": self._content.hexdigest()}
-        self._write(lines.encode("end", {"steps": self._step} | digests))
+        self._write(event_format.encode("end", {"steps": self._step} | digests))
         self._file.close()
         self._finished = True
 
@@ -310,12 +324,12 @@ class RecordingWriter:
             found = Manifest.read(self._root)
             if found.token != self.manifest.token:
                 raise RecordingError(
-                    f"{shown_path(path)}: this is the recording of another job, not the one that rank {self.rank} "
+                    f"{quote_path(path)}: this is the recording of another job, not the one that rank {self.rank} "
                     "writes; record this run again into another directory"
                 )
             if found.to_json() != json.loads(json.dumps(self.manifest.to_json())):
                 raise RecordingError(
-                    f"{shown_path(path)}: not what rank {self.rank} is about to record; all ranks "
+                    f"{quote_path(path)}: not what rank {self.rank} is about to record; all ranks "
                     "and the manifest must describe one run: use the same settings everywhere"
                 )
             self._manifest_stat = now
@@ -328,7 +342,7 @@ class RecordingWriter:
         except OSError as error:
             self._check_ours()
             raise RecordingError(
-                f"{shown_path(self.folder)}: rank {self.rank}, step {self._step}: cannot be written ({error.strerror or error}); "
+                f"{quote_path(self.folder)}: rank {self.rank}, step {self._step}: cannot be written ({error.strerror or error}); "
                 "make space there, or record into another directory"
             ) from error
 
@@ -396,13 +410,17 @@ class RecordingWriter:
                     f"{where}: expected {stop - start} elements, {start}:{stop} of {spec.numel}, got {size}"
                 )
             dtype = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
-            if phase in (lines.PARAMETERS, lines.UPDATE) and dtype != spec.dtype:
+            if phase in (event_format.PARAMETERS, event_format.UPDATE) and dtype != spec.dtype:
                 raise RecordingError(f"{where}: expected {spec.dtype} (shards stay so, R33), got {dtype}")
             if start == stop:
                 continue
-            at = lines.place(step, self.rank, phase, slot or lines.TENSOR_USES[phase], unit=unit, name=name)
+            at = event_format.place(
+                step, self.rank, phase, slot or event_format.TENSOR_USES[phase], unit=unit, name=name
+            )
             fields = at | {"start": int(start), "stop": int(stop)}
-            self._keep("tensor", fields, lines.tensor_key(phase, name, slot), name, value, int(start), spec.numel)
+            self._keep(
+                "tensor", fields, event_format.tensor_key(phase, name, slot), name, value, int(start), spec.numel
+            )
 
     def _keep(
         self,

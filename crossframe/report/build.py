@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.lines import INPUT, OUTPUT, perturbed_run_folder
+from crossframe.recording.event_format import INPUT, OUTPUT, perturbed_run_folder
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.program import PROGRAM
 from crossframe.report.traces import trace_of, trace_table

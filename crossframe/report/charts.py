@@ -8,9 +8,9 @@ from markupsafe import Markup
 
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries
+from crossframe.report.difference_drawing import Place, place_of
 from crossframe.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
 from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
-from crossframe.report.place import Place, place_of
 from crossframe.report.summaries import HeatMap, Worst, curves, heat_map, phases
 
 

@@ -11,11 +11,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from crossframe.errors import UsageError
 from crossframe.files import folder_lock
+from crossframe.quoting import quote_path
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries, world_text
 from crossframe.report.charts import drawn_of, strip_of
 from crossframe.report.line_chart import GLYPHS
-from crossframe.shown import shown_path
 from crossframe.trace import COLLECTIVES
 
 
@@ -32,7 +32,7 @@ def write_report(directory: str | Path, report: dict[str, Any], series: Sequence
     path.mkdir(parents=True, exist_ok=True)
     with folder_lock(path) as held:
         if not held:
-            raise UsageError(f"{shown_path(path)}: another process writes a report there; pass another directory")
+            raise UsageError(f"{quote_path(path)}: another process writes a report there; pass another directory")
         _write(path / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
         _write(path / "report.html", page(report, series))
     return path / "report.html"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.report.summaries import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from crossframe.errors import UsageError
 from crossframe.params import ParamSpec
+from crossframe.quoting import quote
 from crossframe.shapes.json_file import from_json
 from crossframe.shapes.model_shapes import ModelShapes
 from crossframe.shapes.published import PUBLISHED
 from crossframe.shapes.stored import SUFFIX, from_recording, from_safetensors, is_recording
-from crossframe.shown import shown
 
 __all__ = ["ModelShapes", "model_shapes"]
 
@@ -37,7 +37,7 @@ def model_shapes(name_or_path: str, dtype: str = "float32") -> ModelShapes:
     (291, 'model.layers.31', (128256, 4096))
     """
     if not isinstance(name_or_path, str):
-        raise UsageError(f"expected the name of a model or a path, got {shown(name_or_path)}")
+        raise UsageError(f"expected the name of a model or a path, got {quote(name_or_path)}")
     if config := PUBLISHED.get(name_or_path):
         params = tuple(ParamSpec(name, shape, dtype) for name, shape in config.shapes.items())
         return ModelShapes(name_or_path, params, config.units)
@@ -49,6 +49,6 @@ def model_shapes(name_or_path: str, dtype: str = "float32") -> ModelShapes:
     if name_or_path and "\0" not in name_or_path and path.is_dir():
         return from_recording(path) if is_recording(path) else from_safetensors(path)
     raise UsageError(
-        f"unknown model {shown(name_or_path)}: expected one of {', '.join(PUBLISHED)}, the path of a {SUFFIX} or .json file, or "
+        f"unknown model {quote(name_or_path)}: expected one of {', '.join(PUBLISHED)}, the path of a {SUFFIX} or .json file, or "
         f"a folder with {SUFFIX} files or a recording"
     )

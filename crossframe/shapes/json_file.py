@@ -8,8 +8,8 @@ from typing import Any
 from crossframe.errors import CrossframeError, ParamError, UsageError
 from crossframe.files import FileError, read_bytes
 from crossframe.params import ParamSpec
+from crossframe.quoting import quote
 from crossframe.shapes.model_shapes import ModelShapes
-from crossframe.shown import shown
 
 # What a file says of a parameter, and what JSON has for it. The first two are needed.
 FIELDS = {"name": str, "shape": list, "dtype": str, "aliases": list, "requires_grad": bool}
@@ -35,7 +35,7 @@ def from_json(path: Path, dtype: str) -> ModelShapes:
     units: Any = []
     if "params" in top:
         if unknown := sorted(set(top) - {"params", "units"}):
-            raise UsageError(f'{path}: expected "params" and "units" alone, got {shown(unknown)} besides')
+            raise UsageError(f'{path}: expected "params" and "units" alone, got {quote(unknown)} besides')
         entries, units = top["params"], top.get("units", [])
         if not isinstance(entries, list):
             raise UsageError(f'{path}: "params": expected a list of parameters, got {_kind(entries)}')
@@ -51,7 +51,7 @@ def from_json(path: Path, dtype: str) -> ModelShapes:
             raise UsageError(f"{path}: expected at most {most} {what}, got {num}")
     if strange := next((param for param in params if len(param.shape) > MAX_DIMS), None):
         raise ParamError(
-            f"{path}: parameter {shown(strange.name)}: expected at most {MAX_DIMS} dims, got {len(strange.shape)}"
+            f"{path}: parameter {quote(strange.name)}: expected at most {MAX_DIMS} dims, got {len(strange.shape)}"
         )
     try:
         return ModelShapes(path.stem, tuple(params), tuple(units))
@@ -80,7 +80,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         double = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise UsageError(f"the key {shown(double)} stands twice in one mapping; name each once")
+        raise UsageError(f"the key {quote(double)} stands twice in one mapping; name each once")
     return found
 
 
@@ -93,11 +93,11 @@ def _spec(entry: Any, where: str, dtype: str) -> ParamSpec:
     if not isinstance(entry, dict):
         raise ParamError(f'{where}: expected a parameter as a mapping with "name" and "shape", got {_kind(entry)}')
     if isinstance(entry.get("name"), str):
-        where = f"{where}, parameter {shown(entry['name'])}"
+        where = f"{where}, parameter {quote(entry['name'])}"
     if missing := [field for field in NEEDED if field not in entry]:
-        raise ParamError(f"{where}: a parameter needs {' and '.join(map(repr, missing))}, got {shown(sorted(entry))}")
+        raise ParamError(f"{where}: a parameter needs {' and '.join(map(repr, missing))}, got {quote(sorted(entry))}")
     if unknown := sorted(set(entry) - set(FIELDS)):
-        raise ParamError(f"{where}: unknown fields {shown(unknown)}, expected among {', '.join(FIELDS)}")
+        raise ParamError(f"{where}: unknown fields {quote(unknown)}, expected among {', '.join(FIELDS)}")
     for field, kind in FIELDS.items():
         if field in entry and not isinstance(entry[field], kind):
             raise ParamError(f"{where}: {field!r}: expected {KINDS[kind]}, got {_kind(entry[field])}")
@@ -118,4 +118,4 @@ KINDS = {str: "a string", list: "a list", bool: "true or false", dict: "a mappin
 
 def _kind(value: Any) -> str:
     """The JSON type of a value, or the number itself."""
-    return KINDS.get(type(value)) or shown(value)
+    return KINDS.get(type(value)) or quote(value)

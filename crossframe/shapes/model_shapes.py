@@ -8,7 +8,7 @@ from functools import cached_property
 from crossframe.errors import UnitError, UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec, check_params
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unit_assignment import enclosing_unit
 
 
@@ -36,17 +36,17 @@ class ModelShapes:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise UsageError(f"a model needs a name: expected a non-empty string, got {shown(self.name)}")
+            raise UsageError(f"a model needs a name: expected a non-empty string, got {quote(self.name)}")
         check_params(self.params)
         if not isinstance(self.units, tuple) or not all(isinstance(unit, str) and unit for unit in self.units):
-            raise UnitError(f"model {self.name!r}: expected the names of modules as units, got {shown(self.units)}")
+            raise UnitError(f"model {self.name!r}: expected the names of modules as units, got {quote(self.units)}")
         if double := sorted(unit for unit, times in Counter(self.units).items() if times > 1):
-            raise UnitError(f"model {self.name!r}: units {shown(double)} stand twice; name each once")
+            raise UnitError(f"model {self.name!r}: units {quote(double)} stand twice; name each once")
         modules = {module for param in self.params for module in _ancestors(param.name)}
         if missing := [unit for unit in self.units if unit not in modules]:
             raise UnitError(
-                f"model {self.name!r}: no parameter lies under units {shown(missing)}: expected names among "
-                f"{shown(sorted(modules))}"
+                f"model {self.name!r}: no parameter lies under units {quote(missing)}: expected names among "
+                f"{quote(sorted(modules))}"
             )
         for param in self.params:
             for alias in param.aliases:
@@ -91,7 +91,7 @@ class ModelShapes:
             UsageError: an unknown kind. And what the layout itself refuses.
         """
         if kind not in LAYOUT_KINDS:
-            raise UsageError(f"unknown kind of layout {shown(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
+            raise UsageError(f"unknown kind of layout {quote(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
         layouts: list[tuple[str, Layout]] = []
         for unit, params in self.unit_params():
             if kind == "flat":

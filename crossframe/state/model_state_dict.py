@@ -9,7 +9,7 @@ from enum import Enum
 
 from crossframe.errors import StateDictError, UnsupportedError
 from crossframe.layout import FlatLayout, Layout, PerParamLayout
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class StateKind(Enum):
@@ -62,7 +62,7 @@ def target_of(layout: Layout, kind: StateKind, unit: str = "") -> Layout:
                 "ask for SHARDED"
             )
         case _:
-            raise StateDictError(f"expected a StateKind, got {shown(kind)}")
+            raise StateDictError(f"expected a StateKind, got {quote(kind)}")
 
 
 def unfit(

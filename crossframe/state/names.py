@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from crossframe.errors import StateDictError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 # Wrapping a module adds one of these to the names of everything inside it.
 FSDP_WRAPPED, CHECKPOINT_WRAPPED, COMPILED = "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"
@@ -27,7 +27,7 @@ def canonical_name(name: str) -> str:
     ('head._flat_param', '')
     """
     if not isinstance(name, str):
-        raise StateDictError(f"expected a string as a key of a state dict, got {shown(name)}")
+        raise StateDictError(f"expected a string as a key of a state dict, got {quote(name)}")
     return without_parts(name, WRAPPERS)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from crossframe.errors import StateDictError
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.state.roles import Description, Role, Seen, same_value
 
 Groups = Sequence[Mapping[str, Any]]
@@ -59,7 +59,7 @@ def unfit_state(
     for spec in known[1:]:
         own = state[spec.name]
         if own.keys() != entries.keys():
-            wrong.append(_apart(spec, shown(sorted(own)), first, shown(sorted(entries))))
+            wrong.append(_apart(spec, quote(sorted(own)), first, quote(sorted(entries))))
             continue
         wrong += [
             _apart(spec, f"{entry!r} {_brief(own[entry])}", first, _brief(entries[entry]))
@@ -82,7 +82,7 @@ def _can_be_one(a: ParamSpec, own: Description, b: ParamSpec, other: Description
 
 def _brief(entry: Description) -> str:
     value, scalar = entry
-    return shown(scalar) if scalar is not None or value.shape is None else f"of {value.dtype} {value.shape}"
+    return quote(scalar) if scalar is not None or value.shape is None else f"of {value.dtype} {value.shape}"
 
 
 def _apart(spec: ParamSpec, own: str, first: ParamSpec, other: str) -> str:
@@ -110,8 +110,8 @@ def rekeyed_groups(groups: Groups, keys: Mapping[Any, Sequence[Hashable]]) -> li
     for at, group in enumerate(groups):
         if unknown := [key for key in group["params"] if key not in keys]:
             raise StateDictError(
-                f"a group has {', '.join(map(shown, unknown))}, which the optimizer does not hold: expected "
-                f"{shown(list(keys))}"
+                f"a group has {', '.join(map(quote, unknown))}, which the optimizer does not hold: expected "
+                f"{quote(list(keys))}"
             )
         for key in group["params"]:
             for new in keys[key]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import StateDictError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 
 
 class Role(Enum):
@@ -70,7 +70,7 @@ def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Seque
     where = f"state {entry!r} of {owner!r}"
     if lacking := [rank for rank, numel in enumerate(held) if numel and rank not in present]:
         raise StateDictError(
-            f"{where}: ranks {shown(lacking)} hold elements and have no such state, ranks {shown(sorted(present))} have it; "
+            f"{where}: ranks {quote(lacking)} hold elements and have no such state, ranks {quote(sorted(present))} have it; "
             "every rank that holds a part of a parameter must have stepped it as often"
         )
     if all(what.shape and what.numel == held[rank] for rank, what in present.items()):
@@ -80,12 +80,12 @@ def classify(owner: str, entry: str, by_rank: Sequence[Seen | None], held: Seque
     else:
         rank, what = next((r, w) for r, w in present.items() if not w.shape or w.numel != held[r])
         raise StateDictError(
-            f"{where}: rank {rank} holds {held[rank]} elements and has a value of shape {shown(what.shape)}: expected one "
+            f"{where}: rank {rank} holds {held[rank]} elements and has a value of shape {quote(what.shape)}: expected one "
             "value an element, or one in all; save what is factored or shared between elements on its own"
         )
     if role is Role.ELEMENTWISE and len({what.dtype for what in present.values()}) > 1:
         raise StateDictError(
-            f"{where}: expected one dtype, got {shown({r: w.dtype for r, w in present.items()})} (by rank)"
+            f"{where}: expected one dtype, got {quote({r: w.dtype for r, w in present.items()})} (by rank)"
         )
     return role
 
@@ -102,7 +102,7 @@ def agreed(owner: str, entry: str, values: Mapping[int, Any], held: Sequence[int
         if not same_value(value, voters[first]):
             raise StateDictError(
                 f"state {entry!r} of {owner!r} is one value for the whole parameter: rank {first} has "
-                f"{shown(voters[first])}, rank {rank} has {shown(value)}; the ranks did not take the same steps"
+                f"{quote(voters[first])}, rank {rank} has {quote(value)}; the ranks did not take the same steps"
             )
     return voters[first]
 

@@ -5,7 +5,7 @@ that come back. The machine holds the state; it knows no tensors, no collectives
 signals (checkpointing, frozen units and branches that are not taken change it), so no fixed list of actions would do.
 
 - `UnitStep` is one unit: its state, its settings, and the actions of each signal that concerns it alone.
-- `ModelStep` is all units under one root: order, prefetch, and the order of reductions.
+- `ModelStep` is all units under one root. `Prefetching` and `ReductionOrder` decide the order of its actions.
 
 torch's hooks run this machine, `crossframe.plan` folds it over a list of signals, and the numpy reference runs the same
 `UnitStep`.

@@ -1,15 +1,13 @@
-"""The step machine for all units under one root: execution order, prefetching, reductions, and the end of backward (`no_sync`).
+"""The step machine for all units under one root: which units a signal concerns, and the actions of each (`no_sync` included).
 
-[Note: order of reductions] All ranks must issue the same reductions in the same order, even if ranks leave different parameters
-unused and autograd reaches units in different orders (R29). So a unit whose gradients are complete waits for the units that began
-their forward after it and are in backward. Remaining units are reduced at the end of backward, in the same order. Units whose
-unused parameters count as zeros are always waited for, because another rank may have used them.
+`prefetch.py` says which units are gathered early, `reduction_order.py` when gradients are reduced.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from crossframe.lifecycle import Activity, Move
+from crossframe.step.prefetch import Prefetching
+from crossframe.step.reduction_order import ReductionOrder
 from crossframe.step.unit import Actions, UnitStep
 from crossframe.strategy import Prefetch
 
@@ -31,21 +29,10 @@ class ModelStep:
         self.root = self.units[0]
         self.root.settings = self.root.settings.as_root()
         self.in_backward = False
-        # Units in the order in which their forwards began, and ended; and the unit that began after each in the step before.
-        self._begun: dict[UnitStep, None] = {}
-        self._ended: dict[UnitStep, int] = {}
-        self._next: dict[UnitStep, UnitStep] = {}
-        # Units whose last output needs no gradient, so that no backward reaches them.
-        self._without_backward: set[UnitStep] = set()
+        self._prefetching = Prefetching()
+        self._reductions = ReductionOrder()
         # Units of several modules: those of which some have computed; the others still need the parameters.
         self._in_part: dict[UnitStep, None] = {}
-        # During a backward: the units in the order in which their forwards ended.
-        self._order: list[UnitStep] = []
-        # During a backward: units that have begun and are not reduced, the last one first; those of them whose gradients are
-        # complete; and those that were reduced. See [Note: order of reductions].
-        self._waiting: list[UnitStep] = []
-        self._complete: set[UnitStep] = set()
-        self._reduced: set[UnitStep] = set()
 
     # Forward
 
@@ -66,11 +53,7 @@ class ModelStep:
         Args:
             training: whether gradients are computed.
         """
-        if self._begun:
-            self._next = dict(itertools.pairwise(self._begun))
-        self._begun.clear()
-        self._ended.clear()
-        self._without_backward.clear()
+        self._prefetching.begin_step()
         return [(unit, unit.free_outdated(training=training), "forward") for unit in self.units]
 
     def runs_alone(self, unit: UnitStep) -> bool:
@@ -83,20 +66,17 @@ class ModelStep:
         if unit.state.activity == Activity.BACKWARD:  # recomputed, with the parameters that its backward has
             return [(unit, unit.begin_backward(), "backward")]
         do: Do = [(unit, unit.begin_forward(), "forward")]
-        if unit.settings.forward_prefetch and (following := self._next.get(unit)) is not None:
-            self._prefetch(following, "forward", do)
-        for other in unit.forward_prefetch_units:
-            self._prefetch(other, "forward", do)
+        self._prefetch(self._prefetching.in_forward(unit), "forward", do)
         do.append((unit, unit.enter_forward(), "forward"))
-        self._begun.setdefault(unit)
+        self._prefetching.forward_begun(unit)
         return do
 
-    def _prefetch(self, unit: UnitStep, phase: str, do: Do) -> None:
-        """Prefetch a unit, unless nothing would use it."""
-        if unit.state.activity != Activity.IDLE or unit.is_summoned:
-            return
-        if phase == "forward" or unit.settings.unshard_in_backward:
-            do.append((unit, unit.gather(), phase))
+    def _prefetch(self, units: Iterable[UnitStep], phase: str, do: Do) -> None:
+        """Prefetch units, except those that would not be used."""
+        for unit in units:
+            used = phase == "forward" or unit.settings.unshard_in_backward
+            if used and unit.state.activity == Activity.IDLE and not unit.is_summoned:
+                do.append((unit, unit.gather(), phase))
 
     def end_forward(self, unit: UnitStep, *, whole: bool = True) -> Do:
         """Signal: a unit's forward has ended. Returns no actions for a recomputation.
@@ -118,12 +98,12 @@ class ModelStep:
         return do
 
     def _after_forward(self, unit: UnitStep) -> tuple[UnitStep, Actions, str]:
-        self._ended.setdefault(unit, len(self._ended))
+        self._prefetching.forward_ended(unit)
         return unit, unit.after_forward(), "forward"
 
     def needs_no_backward(self, unit: UnitStep) -> None:
         """Signal: the output of a unit does not require a gradient, so backward will not reach it."""
-        self._without_backward.add(unit)
+        self._prefetching.needs_no_backward(unit)
 
     def leave_forward(self, unit: UnitStep) -> Do:
         """Signal: a unit below the root raised in forward. An outer module may catch the exception (R17)."""
@@ -137,52 +117,19 @@ class ModelStep:
         """Signal: a gradient of a unit's output is available."""
         if not self.in_backward:
             self.in_backward = True
-            self._waiting = list(reversed(self._begun))
-            self._order = list(self._ended)
+            self._prefetching.backward_begun()
+            self._reductions.begin(self._prefetching.begun)
         do: Do = [(unit, unit.begin_backward(), "backward")]
-        if unit.backward_prefetch_units:
-            for other in unit.backward_prefetch_units:
-                self._prefetch(other, "backward", do)
-        elif unit.settings.backward_prefetch is Prefetch.BACKWARD_PRE:
-            self._prefetch_before(unit, do)
+        self._prefetch(self._prefetching.in_backward(unit, Prefetch.BACKWARD_PRE), "backward", do)
         return do
-
-    def _prefetch_before(self, unit: UnitStep, do: Do) -> None:
-        """Prefetch the unit whose forward ended before this one's (R16)."""
-        position = self._ended.get(unit, 0)
-        if position > 0 and (before := self._order[position - 1]) not in self._without_backward:
-            self._prefetch(before, "backward", do)
 
     def gradients_complete(self, unit: UnitStep) -> Do:
         """Signal: all gradients of a unit are available. Frees its parameters, and reduces when it is the unit's turn."""
         do: Do = [(unit, unit.after_backward(), "backward")]
-        if unit.settings.backward_prefetch is Prefetch.BACKWARD_POST:
-            self._prefetch_before(unit, do)
+        self._prefetch(self._prefetching.in_backward(unit, Prefetch.BACKWARD_POST), "backward", do)
         if unit.settings.reduce_grads:
-            self._complete.add(unit)
-            if unit not in self._waiting:  # it ran in an earlier step of several that share one backward
-                self._waiting.insert(0, unit)
-            self._reduce_in_turn(do)
+            do += [(ready, ready.reduce(), "backward") for ready in self._reductions.complete(unit)]
         return do
-
-    def _reduce_in_turn(self, do: Do) -> None:
-        """See [Note: order of reductions]."""
-        for first in list(self._waiting):
-            if not self._complete:
-                return
-            if first in self._complete:
-                self._complete.discard(first)
-                self._waiting.remove(first)
-                self._reduce(first, do)
-            elif first.trained and (first.state.activity == Activity.BACKWARD or first.settings.reduce_unused):
-                return
-
-    def _reduce(self, unit: UnitStep, do: Do) -> None:
-        """Reduce a unit's gradients, if it has any or missing ones count as zeros."""
-        zeros = unit.settings.reduce_unused and unit.trained and unit not in self._reduced
-        if unit.has_grads or zeros:
-            self._reduced.add(unit)
-            do.append((unit, unit.reduce(), "backward"))
 
     def inputs_complete(self, unit: UnitStep) -> Do:
         """Signal: the inputs of a unit without trained parameters have their gradients."""
@@ -194,30 +141,23 @@ class ModelStep:
         A unit in forward, which runs this backward inside it, does not change.
         """
         do: Do = []
-        waiting = dict.fromkeys(self._waiting)
-        late = [unit for unit in reversed(self.units) if unit not in waiting]
-        for unit in itertools.chain(waiting, late):
-            if unit.state.activity == Activity.FORWARD:
-                continue
-            if unit.settings.reduce_grads:
-                self._reduce(unit, do)
+        for unit, reduces in self._reductions.at_end(reversed(self.units)):
+            if reduces:
+                do.append((unit, unit.reduce(), "backward"))
             do.append((unit, unit.end_backward(), "backward"))
         return do
 
     def leave_backward(self) -> None:
         """Signal: the actions of `end_backward` are executed. An exception before this requires a reset."""
         self.in_backward = False
-        self._order, self._waiting = [], []
-        self._complete.clear()
-        self._reduced.clear()
+        self._reductions.clear()
 
     # After an exception
 
     def reset(self) -> None:
         """Signal: an exception ended a step. All units return to their shards (R17); the backend frees its memory."""
         self.leave_backward()
-        self._begun.clear()
-        self._ended.clear()
+        self._prefetching.clear()
         self._in_part.clear()
         for unit in self.units:
             unit.reset()

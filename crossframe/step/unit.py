@@ -7,7 +7,7 @@ from typing import Any, assert_never
 from crossframe.errors import StateError
 from crossframe.layout.sharding import check_reshard_group
 from crossframe.lifecycle import Activity, Exposure, Move, Residency, UnitState
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.strategy import Prefetch, Strategy
 
 
@@ -84,7 +84,7 @@ class StepSettings:
                 valid = type(value) is bool
             if not valid:
                 raise StateError(
-                    f"{name}: got {shown(value)}, which is not a valid choice; pass {_KINDS.get(name, 'a bool')}"
+                    f"{name}: got {quote(value)}, which is not a valid choice; pass {_KINDS.get(name, 'a bool')}"
                 )
 
     @classmethod

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossframe.errors import RecordingError
+from crossframe.quoting import quote
 from crossframe.recording import Recording
+from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, OPTIMIZER_KERNEL, PROGRAM, SOURCE
-from crossframe.shown import shown
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
@@ -109,7 +109,7 @@ def program_difference(a: Recording, b: Recording) -> str | None:
             return f"{name} does not state its device and number of threads"
     for name, x, y in _stated(a, b):
         if x != y:
-            return f"{name} differs: {shown(x)} in {names[0]}, {shown(y)} in {names[1]}"
+            return f"{name} differs: {quote(x)} in {names[0]}, {quote(y)} in {names[1]}"
     return None
 
 

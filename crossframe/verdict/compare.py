@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from crossframe.dtypes import coarser
 from crossframe.recording import Recording
-from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
+from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
 from crossframe.verdict.diagnosis import (
@@ -29,7 +29,6 @@ from crossframe.verdict.evidence import (
 )
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import island_at
-from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
     BATCH,
@@ -48,6 +47,7 @@ from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import describe_precisions
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unused_values import UnusedValues
+from crossframe.verdict.verdicts import Verdict
 
 
 def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:

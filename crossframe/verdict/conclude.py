@@ -2,20 +2,20 @@
 
 import numpy as np
 
+from crossframe.recording.event_format import UPDATE
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
-from crossframe.recording.lines import UPDATE
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.divergence_text import describe
 from crossframe.verdict.envelope import SUFFICIENT_RUNS, Envelope, decisive
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.initial_values import differing_replica, unrelated_parameters
 from crossframe.verdict.islands import Island
-from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.unrecorded import unseen
+from crossframe.verdict.verdicts import Verdict
 
 # Amplified rounding grows gradually: by about 100 times in five steps for a GPT with a learning rate that was too high. A bug
 # appears at once, many orders of magnitude above all earlier differences. The threshold lies in between.

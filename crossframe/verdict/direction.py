@@ -82,7 +82,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
-from crossframe.recording.lines import BACKWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import BACKWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
 
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON = "slope", "size", "mean", "channels", "tanh", "gain", "common"

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import (
+    BACKWARD,
+    COUNT,
+    FORWARD,
+    NORM,
+    PARAMETERS,
+    REDUCE,
+    STATE,
+    UNSHARDED,
+    UPDATE,
+)
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.locate import Divergence, who, with_ranks
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity

@@ -40,7 +40,7 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import distance, inner_distance, ratio, trimmed_distance

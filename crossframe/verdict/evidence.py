@@ -9,11 +9,11 @@ from crossframe.verdict.direction import GAIN, TANH, Directions, Found
 from crossframe.verdict.divergence_text import describe_quantity
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.findings import Findings
-from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.verdicts import Verdict
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
 """Verdicts that evidence from a direction or a reproduced cause can overrule."""

@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import replace
 
-from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.recording.event_format import FORWARD, UPDATE
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.result import Judged

@@ -3,7 +3,7 @@
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import PARAMETERS
+from crossframe.recording.event_format import PARAMETERS
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.values import Sides, assemble
 

@@ -28,7 +28,7 @@ import math
 
 from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 

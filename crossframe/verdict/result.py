@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.direction import Directions
-from crossframe.verdict.kinds import Verdict
 from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True)

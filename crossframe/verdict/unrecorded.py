@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE
+from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.quantities import ACTIVATION, finite
 

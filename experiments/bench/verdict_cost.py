@@ -25,7 +25,7 @@ from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
-from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, lines
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, event_format
 from crossframe.recording.sketch import NUM_SUMS, WHOLE
 from crossframe.shapes import ModelShapes
 from crossframe.verdict import compare
@@ -123,7 +123,7 @@ def _cost(work: Callable[[Path, Path], Any], paths: tuple[Path, ...]) -> Cost:
 
 def _compared(a: Path, b: Path) -> None:
     found = compare(Recording.open(a), Recording.open(b))
-    assert not found.verdict.exit_status or found.verdict.value == "inconclusive", found.reason
+    assert found.verdict.agrees or found.verdict.value == "inconclusive", found.reason
 
 
 def _stated(a: Path, b: Path) -> None:
@@ -148,7 +148,7 @@ def write_sketched(path: Path, sizes: CompareSizes, *, noise: float) -> None:
                 _write_step(writer, step, pieces[rank], noise)
     (path / "manifest.json").write_bytes(whole.to_bytes())
     for rank in range(world_size):
-        _repeat(path / lines.rank_folder(rank), made, whole)
+        _repeat(path / event_format.rank_folder(rank), made, whole)
 
 
 def _manifest(sizes: CompareSizes) -> Manifest:
@@ -217,22 +217,22 @@ def _write_step(writer: RecordingWriter, step: int, pieces: list[tuple[str, list
 
 def _repeat(folder: Path, made: Manifest, whole: Manifest) -> None:
     """Lengthen what a rank wrote of `made` to the steps of `whole`."""
-    path = folder / lines.EVENTS_NAME
+    path = folder / event_format.EVENTS_NAME
     *texts, _ = path.read_text().splitlines(keepends=True)
     head, by_step = texts[0].replace(made.sha256, whole.sha256), {}
     for text in texts[1:]:
         by_step.setdefault(json.loads(text)["step"], []).append(text)
     for step in range(made.steps or 0, whole.steps or 0):
         of = 1 + (step - 1) % ((made.steps or 0) - 1)
-        os.link(folder / lines.step_file(of), folder / lines.step_file(step))
-        repeated = (text for text in by_step[of] if json.loads(text)["event"] not in lines.STRUCTURE)
+        os.link(folder / event_format.step_file(of), folder / event_format.step_file(step))
+        repeated = (text for text in by_step[of] if json.loads(text)["event"] not in event_format.STRUCTURE)
         by_step[step] = [_as_step(text, step) for text in repeated]
     body = "".join(text for texts in by_step.values() for text in texts)
     digests = {
         "sha256": hashlib.sha256((head + body).encode()).hexdigest(),
         "content": hashlib.sha256(body.encode()).hexdigest(),
     }
-    path.write_text(head + body + lines.encode("end", {"steps": whole.steps} | digests))
+    path.write_text(head + body + event_format.encode("end", {"steps": whole.steps} | digests))
 
 
 def _as_step(text: str, step: int) -> str:
@@ -240,4 +240,4 @@ def _as_step(text: str, step: int) -> str:
     event = fields.pop("event")
     if event == "step":
         fields |= {"as": 1, "counts": float(step + 1)}
-    return lines.encode(event, fields | {"step": step})
+    return event_format.encode(event, fields | {"step": step})

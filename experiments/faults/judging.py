@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import UPDATE
+from crossframe.recording.event_format import UPDATE
 from crossframe.verdict import PairVerdict, Verdict
 from experiments.faults.catalogue.fault import Answer, Fault
 

@@ -21,8 +21,8 @@ from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.target import Target, target_of
 from crossframe.processes import run
 from crossframe.recording import Recording
+from crossframe.recording.event_format import BACKWARD
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import BACKWARD
 from crossframe.verdict import compare
 from experiments.kernels.backends import BACKEND_FAULTS, BackendFault
 from experiments.kernels.faults import FAULTS, JAX, TORCH, KernelFault, path_of, text_of

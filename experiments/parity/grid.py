@@ -179,5 +179,5 @@ def _cell(settings: RunSettings, in_torch: Path, in_jax: Path) -> Cell:
     found = compare(Recording.open(in_torch), Recording.open(in_jax))
     difference = found.max_relative_parameter_difference if found.envelope_used is None else found.envelope_used
     assert difference is not None, "both recordings have updates"
-    within = found.verdict.exit_status == 0 and (found.envelope_used is not None or difference <= LIMIT)
+    within = found.verdict.agrees and (found.envelope_used is not None or difference <= LIMIT)
     return Cell(settings, difference, found.zero_gradient_parameters, within, found.verdict, found.reason)

@@ -13,13 +13,13 @@ from crossframe.cli.checks import MAX_PERTURBED_RUNS, check_perturbed_runs, chec
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
+from crossframe.quoting import quote
 from crossframe.recording import Manifest, Schedule
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
-from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import PROGRAM
 from crossframe.recording.recorded_steps import window_arguments
-from crossframe.shown import shown
 from crossframe.strategy import Strategy
 from experiments.data import Batch
 from experiments.faults.catalogue import check_fault
@@ -106,13 +106,13 @@ class RunSettings:
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise UsageError(f"clip: expected a number above 0, got {self.clip!r}")
         if self.resume_at is not None and (type(self.resume_at) is not int or self.resume_at < 2):
-            raise UsageError(f"resume-at: expected a step of at least 2, or none, got {shown(self.resume_at)}")
+            raise UsageError(f"resume-at: expected a step of at least 2, or none, got {quote(self.resume_at)}")
         if self.resume_at is not None and self.resume_at > self.steps:
-            raise UsageError(f"resume-at: expected one of the {self.steps} steps, got {shown(self.resume_at)}")
+            raise UsageError(f"resume-at: expected one of the {self.steps} steps, got {quote(self.resume_at)}")
         choices = (("dtype", DTYPES), ("device", DEVICES), ("strategy", STRATEGIES), ("optimizer", tuple(OPTIMIZERS)))
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
-                raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {shown(getattr(self, name))}")
+                raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {quote(getattr(self, name))}")
         if self.spec.world_size != self.world_size:
             raise UsageError(
                 f"mesh: {self.mesh} has {self.spec.world_size} ranks, and world-size says {self.world_size}"
@@ -234,7 +234,7 @@ def mesh_of(text: str) -> MeshSpec:
     """
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and len(size) < 10 and int(size) > 0 for size in sizes):
-        raise UsageError(f"mesh: expected two numbers above 0, as in 2x2, got {shown(text)}")
+        raise UsageError(f"mesh: expected two numbers above 0, as in 2x2, got {quote(text)}")
     return MeshSpec(shard=int(sizes[1]), replicate=int(sizes[0]))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crossframe.errors import UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.strategy import Strategy
 from experiments.models import ModelDefinition, model_named
 
@@ -89,7 +89,7 @@ class TrainSettings:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed and (name, value) != ("layout", None):
-                raise UsageError(f"{_flag(name)}: expected one of {', '.join(allowed)}, got {shown(value)}")
+                raise UsageError(f"{_flag(name)}: expected one of {', '.join(allowed)}, got {quote(value)}")
         if self.api == "fsdp1" and self.layout not in (None, "flat"):
             raise UsageError(f"--layout: fsdp1 has flat alone, got {self.layout}; pass --api fsdp2 for the others")
         least = {"steps": 1, "batch_size": 1, "warmup_steps": 0, "seed": 0, "checkpoint_every": 1, "keep": 1}
@@ -97,7 +97,7 @@ class TrainSettings:
         for name, smallest in (least | optional).items():
             value = getattr(self, name)
             if type(value) is not int or value < smallest:
-                raise UsageError(f"{_flag(name)}: expected an integer of at least {smallest}, got {shown(value)}")
+                raise UsageError(f"{_flag(name)}: expected an integer of at least {smallest}, got {quote(value)}")
         for name, low, high in (
             ("learning_rate", 0.0, math.inf),
             ("weight_decay", 0.0, math.inf),
@@ -106,7 +106,7 @@ class TrainSettings:
         ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:
-                raise UsageError(f"{_flag(name)}: expected a number from {low:g} to below {high:g}, got {shown(value)}")
+                raise UsageError(f"{_flag(name)}: expected a number from {low:g} to below {high:g}, got {quote(value)}")
         if self.shard is not None and not Strategy(self.strategy).is_hybrid:
             raise UsageError(f"--shard: only hybrid strategies shard in groups, got {self.shard} with {self.strategy}")
 
@@ -170,14 +170,14 @@ class TrainSettings:
         """
         now = self.what()
         changes = [
-            f"{_flag(field.name)} {shown(saved.get(field.name))} is now {shown(now[field.name])}"
+            f"{_flag(field.name)} {quote(saved.get(field.name))} is now {quote(now[field.name])}"
             for field in fields(self)
             if field.name in now and saved.get(field.name) != now[field.name]
         ]
         stored = "float64" if saved.get("precision") == "float64" else "float32"
         if saved.get("model") != self.model or stored != self.stored_dtype:
             raise UsageError(
-                f"the checkpoint is of model {shown(saved.get('model'))} in {stored}, and this run of {self.model!r} in "
+                f"the checkpoint is of model {quote(saved.get('model'))} in {stored}, and this run of {self.model!r} in "
                 f"{self.stored_dtype}; pass another --output, or the checkpoint's settings"
             )
         return changes

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from crossframe.operators import SourceLine
 from crossframe.operators.source import Frame, UserCode
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from jax_backend.programs._jaxpr import CALLS, CUSTOM_CALLS, Evaluation, bind, called, manual_axes, opened
 
 _SAME_VALUES = frozenset(
@@ -449,12 +449,12 @@ def _arguments(params: dict[str, Any], operands: Sequence[Value]) -> str:
     ]
     for name, value in params.items():
         if _is_told(value):
-            words.append(f"{name}={value.__name__ if isinstance(value, type) else shown(value)}")
+            words.append(f"{name}={value.__name__ if isinstance(value, type) else quote(value)}")
     return ", ".join(words)
 
 
 def _number(value: Any) -> str:
-    return str(np.asarray(value).item()) if np.ndim(value) == 0 else shown(value)
+    return str(np.asarray(value).item()) if np.ndim(value) == 0 else quote(value)
 
 
 def _is_told(value: Any) -> bool:

@@ -14,8 +14,8 @@ import jax
 
 from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import perturbed_run_folder
 from crossframe.recording.program import PROCESSES, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy

@@ -17,7 +17,7 @@ from jax._src import source_info_util
 
 from crossframe.operators import Operator, Request, Signature, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
-from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from jax_backend.activations import module_in
 from jax_backend.recorder._float64_check import judge
 from jax_backend.recorder._interpreter import Equation, Interpreter, Place, Value

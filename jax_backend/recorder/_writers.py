@@ -11,7 +11,7 @@ import numpy as np
 from crossframe.mesh import MeshSpec
 from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
-from crossframe.recording.lines import activation_key
+from crossframe.recording.event_format import activation_key
 from crossframe.trace import Event
 from jax_backend.recorder._arrays import ArrayPieces, Pieces
 from jax_backend.recorder._modules import Dims

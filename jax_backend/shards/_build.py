@@ -12,7 +12,7 @@ from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, 
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unit_assignment import Slot, assign_units
 from jax_backend.shards._bucket import Bucket, make_bucket
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
@@ -56,7 +56,7 @@ class Options:
         }
         for name, (expected, holds) in kinds.items():
             if not holds:
-                raise UsageError(f"{name}: expected {expected}, got {shown(getattr(self, name))}")
+                raise UsageError(f"{name}: expected {expected}, got {quote(getattr(self, name))}")
         if self.layout not in LAYOUT_KINDS:
             raise UsageError(f"layout: expected one of {LAYOUT_KINDS}, got {self.layout!r}")
         if self.mp_policy is not None and not isinstance(self.mp_policy, PrecisionPolicy):
@@ -93,12 +93,12 @@ def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
     """The names passed as an option; UsageError if it is something else."""
     if isinstance(given, str):
         raise UsageError(
-            f"{option}: expected names in a tuple or list{also}, got the string {shown(given)}; pass ({shown(given)},)"
+            f"{option}: expected names in a tuple or list{also}, got the string {quote(given)}; pass ({quote(given)},)"
         )
     names = tuple(given) if isinstance(given, Iterable) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise UsageError(
-            f"{option}: expected names in a tuple or list{also}, got {shown(given if names is None else names)}"
+            f"{option}: expected names in a tuple or list{also}, got {quote(given if names is None else names)}"
         )
     return names
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
 from crossframe.lifecycle import Exposure, Move, Residency, UnitState
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest, authoritative_storage
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.shards._bucket import Bucket
@@ -109,7 +109,7 @@ def summon_full_params(
     if not isinstance(before, ShardedParams) or not isinstance(recurse, bool) or not isinstance(unit, str):
         raise UsageError(
             f"expected ShardedParams or a holder of them, recurse as True or False, and unit as a name; got "
-            f"{type(before).__name__}, {shown(recurse)}, {shown(unit)}"
+            f"{type(before).__name__}, {quote(recurse)}, {quote(unit)}"
         )
     units = _units(before.tree, unit, recurse)
     _check_idle(before, units or [unit])

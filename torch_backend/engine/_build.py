@@ -12,8 +12,8 @@ from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.unit_assignment import Order
 from torch_backend.engine._bucket import Bucket
-from torch_backend.engine._choices import Choices
 from torch_backend.engine._unit import Unit
+from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.memory._store import ShardStore
 from torch_backend.modules._owned_params import OwnedParam, local_of, owned_params
 from torch_backend.param_registration import Registrar
@@ -45,7 +45,7 @@ class Parts(Protocol):
 def build_unit(
     modules: Sequence[nn.Module],
     mesh: UnitMesh,
-    choices: Choices,
+    options: UnitOptions,
     *,
     is_unit: Callable[[nn.Module], bool],
     parts: Parts,
@@ -61,7 +61,7 @@ def build_unit(
     Args:
         modules: the modules of the unit, whose parameters are all-gathered and reduced together.
         mesh: the ranks.
-        choices: the user's options.
+        options: the user's options.
         parts: creates layouts, shards and registrars.
         policy: the mixed precision policy.
         device: the compute device. None: that of the parameters.
@@ -74,7 +74,7 @@ def build_unit(
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
         UsageError: parameters on the meta device or on several devices.
     """
-    api = choices.api
+    api = options.api
     order = Order.PRE_ORDER if api is Api.FSDP1 else Order.POST_ORDER
     ignoring = "ignored_states" if api is Api.FSDP1 else "ignored_params"
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -105,7 +105,7 @@ def build_unit(
         )
         buckets[-1].origins = [origin_of(entry.param) for entry in members]
     name = ", ".join(type(module).__name__ for module in modules)
-    return Unit(name, buckets, mesh, choices, num_modules=len(modules))
+    return Unit(name, buckets, mesh, options, num_modules=len(modules))
 
 
 def origin_of(param: nn.Parameter) -> object:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from crossframe.grad_norm import EPSILON, check_max_norm, check_norm_type, norm_dtype
 from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unit import Unit
-from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.mesh._tensor_parallel import TensorParallelParam
 from torch_backend.modules._owned_params import local_of
 from torch_backend.ranks._collectives import Communicator
 
@@ -54,7 +54,7 @@ def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_no
         for bucket in unit.buckets:
             device, whole_grads = bucket.device, bucket.registrar.whole_grads()
             scaled.extend(whole_grads)
-            parts = [() if whole is None else whole.groups for whole in bucket.registrar.wholes]
+            parts = [() if tp_param is None else tp_param.groups for tp_param in bucket.registrar.tp_params]
             if not any(parts):
                 gradients_over([shards]).extend(whole_grads)
                 continue
@@ -65,7 +65,7 @@ def clip_grad_norm(units: Sequence[Unit], others: Iterable[nn.Parameter], max_no
     scaled.extend(map(local_of, loose))
     gradients_over([])
     for grad in loose:
-        over = Whole(grad._spec).groups if isinstance(grad, DTensor) else ()
+        over = TensorParallelParam(grad._spec).groups if isinstance(grad, DTensor) else ()
         gradients_over([*map(Communicator, over)]).append(local_of(grad))
     total = torch.zeros((), dtype=dtype, device=device)
     for communicators, grads in groups.values():

@@ -18,10 +18,10 @@ def describe_units(named_units: Sequence[NamedUnit], api: str) -> list[tuple[str
     """
     description: list[tuple[str, dict[str, str]]] = []
     for named in named_units:
-        choices = named.unit.choices
+        options = named.unit.options
         settings = {
             "interface": api,
-            **choices.settings,
+            **options.settings,
             "reshard_after_forward": str(named.unit.step.settings.reshard_after_forward),
         }
         description.append((f"unit {named.name!r}", settings))

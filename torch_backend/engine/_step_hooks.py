@@ -121,9 +121,9 @@ class StepExecutor:
     def begin_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Signal that a unit's forward begins. Returns the inputs, cast as the user chose (R35) and, for the root, moved to its
         device."""
-        dtype = unit.choices.input_dtype if unit.buckets or unit.choices.api is Api.FSDP2 else None
+        dtype = unit.options.input_dtype if unit.buckets or unit.options.api is Api.FSDP2 else None
         if unit is self.root:
-            dtype = unit.choices.root_input_dtype or dtype
+            dtype = unit.options.root_input_dtype or dtype
             if not self._within_autograd:
                 self._begin_step()
                 if unit.device is not None and unit.device.type != "cpu":
@@ -199,7 +199,7 @@ class StepExecutor:
             if torch.is_grad_enabled():
                 self._watch(unit, output)
             unit.current_use = None
-        dtype = unit.choices.output_dtype
+        dtype = unit.options.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
     def _watch(self, unit: Unit, output: Any) -> None:

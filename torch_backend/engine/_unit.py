@@ -20,7 +20,7 @@ from crossframe.step.unit import Actions
 from crossframe.unshard import UnshardRequest
 from torch_backend.engine._anchor import Use, anchored
 from torch_backend.engine._bucket import Bucket, Writeback
-from torch_backend.engine._choices import Choices
+from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.memory._full_grads import FullGrads
 from torch_backend.memory._optimizer_steps import count_steps
 from torch_backend.observe import tell_local_grads
@@ -37,7 +37,7 @@ class Unit:
         name: its module's path from the root, known once the root has run; "" for the root.
         step: its step machine, which owns its state and its step settings.
         mesh: the ranks that it is sharded and replicated over; one of its buckets may have other ranks.
-        choices: the user's.
+        options: the user's.
         executor: the step executor of the root that this unit runs under, once that has run.
         num_modules: how many modules it has; they are gathered and reduced together.
         when_agreed: what needs all ranks and waits until these have agreed that they have the same units; None: nothing.
@@ -48,12 +48,12 @@ class Unit:
     call_around: tuple[Callable[..., Any], Callable[..., Any]]
 
     def __init__(
-        self, name: str, buckets: Sequence[Bucket], mesh: UnitMesh, choices: Choices, *, num_modules: int = 1
+        self, name: str, buckets: Sequence[Bucket], mesh: UnitMesh, options: UnitOptions, *, num_modules: int = 1
     ) -> None:
         self.name, self.num_modules = name, num_modules
         self.buckets = list(buckets)
-        self.mesh, self.choices = mesh, choices
-        self.step = UnitStep(name, choices.step)
+        self.mesh, self.options = mesh, options
+        self.step = UnitStep(name, options.step)
         self.step.choose(conceal_after_forward=all(bucket.registrar.conceals_after_forward for bucket in self.buckets))
         self.when_agreed: Callable[[], None] | None = None
         self.is_converting = False
@@ -97,16 +97,16 @@ class Unit:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether any of its parameters is a part of a DTensor."""
-        return any(bucket.registrar.wholes for bucket in self.buckets)
+        return any(bucket.registrar.tp_params for bucket in self.buckets)
 
     def refuse_tensor_parallelism(self, advice: str) -> None:
         """Raise UnsupportedError if any of its parameters is a part of a DTensor."""
         for bucket in self.buckets:
-            for spec, whole in zip(bucket.layout.params, bucket.registrar.wholes, strict=False):
-                if whole is not None:
+            for spec, tp_param in zip(bucket.layout.params, bucket.registrar.tp_params, strict=False):
+                if tp_param is not None:
                     raise UnsupportedError(
                         f"unit {self.name!r}: parameter {spec.name!r} is a part of a DTensor of placements "
-                        f"{whole.spec.placements}: {advice}"
+                        f"{tp_param.spec.placements}: {advice}"
                     )
 
     def place(self, name: str, layouts: Sequence[Layout]) -> None:
@@ -277,7 +277,7 @@ class Unit:
 
     def check_double_backward(self) -> None:
         """Raise StateError if a graph of the parameters' gradients is asked for, where the interface refuses that."""
-        if torch.is_grad_enabled() and self.choices.refuses_double_backward:
+        if torch.is_grad_enabled() and self.options.refuses_double_backward:
             raise StateError(
                 f"unit {self.name!r}: backward with create_graph=True reached its parameters; their gradients are reduced over "
                 "the ranks and have no graph, so gradients of gradients cannot be computed; leave create_graph out"
@@ -323,7 +323,7 @@ class Unit:
                 ]
             if any(grad is not None for grad in grads):
                 tell_local_grads(self.name, bucket.layout, grads, bucket.buffer.leaves)
-                hook = self.choices.comm_hook
+                hook = self.options.comm_hook
                 bucket.start_reduction(grads, unit=self.name, hook=hook, all_reduce=settings.all_reduce_grads)
 
     def advance_reduction(self) -> bool:

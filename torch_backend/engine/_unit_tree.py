@@ -106,7 +106,7 @@ def named_units(
 
 def _unit_at(module: nn.Module, api: Api | None) -> Unit | None:
     unit: Unit | None = module.__dict__.get(UNIT)
-    return unit if unit is None or api is None or unit.choices.api is api else None
+    return unit if unit is None or api is None or unit.options.api is api else None
 
 
 def _named(unit: Unit, bucket: Bucket, at: tuple[str, ...], paths: _Paths) -> Iterator[ParamSpec]:

@@ -12,7 +12,7 @@ from crossframe.lifecycle import Activity, Exposure, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.step import StepSettings
 from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
-from torch_backend.engine._choices import Choices
+from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.modules._ignored import Ignored, IsUnit
 from torch_backend.modules._inputs import compute_in_full
 from torch_backend.wrap import units_to_wrap, wrap_modules
@@ -43,17 +43,17 @@ def effective_strategy(asked: ShardingStrategy | None, mesh: MeshSpec) -> Shardi
     return ShardingStrategy.NO_SHARD
 
 
-def choices_of(
+def unit_options(
     strategy: ShardingStrategy,
     precision: MixedPrecision,
     backward_prefetch: BackwardPrefetch | None,
     forward_prefetch: bool,
     use_orig_params: bool,
     mesh: MeshSpec,
-) -> Choices:
+) -> UnitOptions:
     """Convert constructor arguments to the options of a unit."""
     policy = precision.policy
-    return Choices(
+    return UnitOptions(
         Api.FSDP1,
         StepSettings.of_strategy(
             strategy.strategy,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import deprecated
 
 from crossframe.errors import AssertedError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.state._optim_state_dict import Names, rekey, save
 from torch_backend.state._optim_state_load import to_load
@@ -172,7 +172,7 @@ class HasOptimStateDicts(HasStateDicts):
         key_type = as_ours(optim_state_key_type, OptimStateKeyType)
         if not isinstance(key_type, OptimStateKeyType):
             raise AssertedError(
-                f"optim_state_key_type: expected an OptimStateKeyType, got {shown(optim_state_key_type)}"
+                f"optim_state_key_type: expected an OptimStateKeyType, got {quote(optim_state_key_type)}"
             )
         to_names = key_type is OptimStateKeyType.PARAM_NAME
         names = Names(model, optim, _listed(optim_input), maybe_plain=True)

@@ -1,12 +1,12 @@
-"""The streams of casts, all-gathers and reductions, their synchronization, and the rate limiter (`limit_all_gathers`).
+"""The streams of casts, all-gathers and reductions, and their synchronization.
 
 [Note: streams] Three streams are used: the user's stream for computation, `unshard` for casts and all-gathers of shards, and
 `reduce` for gradient reductions. The host does not wait for them. Three rules make it safe to use tensors across streams:
 
 - an all-gather waits for writes to the shards (by an optimizer or a user), once per step and when a user asks for parameters;
 - unsharded memory belongs to the unshard stream. When it is freed, the allocator keeps it until the computing stream has passed
-  this point, so all-gathers overlap with computation. With `limit_all_gathers`, before issuing an all-gather the host blocks
-  until at most one freed unit is still in use, which bounds the memory;
+  this point, so all-gathers overlap with computation. With `limit_all_gathers` the host blocks (RateLimiter), which bounds the
+  memory;
 - gradients are copied on the computing stream into a buffer that is kept until this stream has waited for the reduction that
   reads it. One such buffer is kept at a time, or as many as the user allows.
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_backend.memory._rate_limiter import RateLimiter
 from torch_backend.ranks._collectives import Done, Work
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -97,7 +98,7 @@ class DeviceStreams(Streams):
         # Before the computing stream, which waits for both.
         self._unshard = module.Stream(device, priority=-1)
         self._reduce = module.Stream(device, priority=-1)
-        self._frees: deque[Any] = deque()
+        self._limiter = RateLimiter()
         self._held: deque[tuple[Tensor, Any]] = deque()
 
     def unsharding(self) -> AbstractContextManager[Any]:
@@ -116,8 +117,7 @@ class DeviceStreams(Streams):
         self._unshard.wait_event(moment)
 
     def before_gather(self) -> None:
-        while len(self._frees) > 1:
-            self._frees.popleft().synchronize()
+        self._limiter.wait()
 
     def settle(self, gather: Work) -> Work:
         gather.wait()
@@ -127,7 +127,7 @@ class DeviceStreams(Streams):
         computing = self._computing()
         tensor.record_stream(computing)
         if limited:
-            self._frees.append(computing.record_event())
+            self._limiter.freed(computing.record_event())
 
     def before_collect(self) -> None:
         while len(self._held) >= self.max_held:

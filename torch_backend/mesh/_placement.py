@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from crossframe.errors import AssertedError, UnsupportedError, UsageError
 from torch_backend.mesh._device_mesh import DataMesh, joined
-from torch_backend.mesh._tensor_parallel import Whole, sharded_spec
+from torch_backend.mesh._tensor_parallel import TensorParallelParam, sharded_spec
 from torch_backend.modules._owned_params import local_of
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -27,12 +27,12 @@ class Placed:
     Attributes:
         dim: the sharded dim.
         sharded: DTensor spec of the sharded parameter and its gradient.
-        whole: DTensor of the unsharded parameter (tensor parallelism); None for a plain tensor.
+        tp_param: DTensor of the unsharded parameter (tensor parallelism); None for a plain tensor.
     """
 
     dim: int
     sharded: DTensorSpec
-    whole: Whole | None = None
+    tp_param: TensorParallelParam | None = None
 
 
 def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None) -> Placed:
@@ -68,36 +68,38 @@ def place(name: str, param: nn.Parameter, data: DataMesh, fn: PlacementFn | None
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
         placed = Placed(dim, DTensorSpec(data.mesh, (*replicate, *shard), meta))
         return data.placed.setdefault((dim, param.shape, param.dtype), placed)
-    whole = param._spec
+    tp_param = param._spec
     if data.spmd is not None:
-        return _place_spmd(name, whole, data, dim)
-    if whole.mesh.ndim > 2:
+        return _place_spmd(name, tp_param, data, dim)
+    if tp_param.mesh.ndim > 2:
         raise UnsupportedError(
-            f"parameter {name!r} is a DTensor on a mesh of {whole.mesh.ndim} axes; expected one or two besides the data "
+            f"parameter {name!r} is a DTensor on a mesh of {tp_param.mesh.ndim} axes; expected one or two besides the data "
             "parallel axes"
         )
-    return Placed(dim, sharded_spec(whole, data.mesh, dim, shards=data.shards), Whole(whole))
+    return Placed(dim, sharded_spec(tp_param, data.mesh, dim, shards=data.shards), TensorParallelParam(tp_param))
 
 
-def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Placed:
-    mesh, (over_shards, over_replicas) = whole.mesh, data.dims
+def _place_spmd(name: str, tp_param: DTensorSpec, data: DataMesh, dim: int) -> Placed:
+    mesh, (over_shards, over_replicas) = tp_param.mesh, data.dims
     if mesh != data.spmd:
         raise UsageError(f"parameter {name!r} is a DTensor on another mesh than the one given to fully_shard")
     for axis in (*over_shards, *over_replicas):
-        if not isinstance(whole.placements[axis], Replicate):
+        if not isinstance(tp_param.placements[axis], Replicate):
             raise UsageError(
                 f"parameter {name!r}: expected it replicated over the data parallel axis {mesh.mesh_dim_names[axis]!r}, got "  # type: ignore[index]
-                f"{whole.placements[axis]}"
+                f"{tp_param.placements[axis]}"
             )
-    placements = list(whole.placements)
+    placements = list(tp_param.placements)
     for axis in over_shards:
         # An inner mesh axis on the same dim shards the rows first.
-        inner = [a for a in range(axis + 1, mesh.ndim) if a not in over_shards and whole.placements[a].is_shard(dim)]
+        inner = [a for a in range(axis + 1, mesh.ndim) if a not in over_shards and tp_param.placements[a].is_shard(dim)]
         split = functools.reduce(lambda product, a: product * mesh.size(a), inner, 1)
         placements[axis] = _StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
     kept = frozenset((*over_shards, *over_replicas))
     if len(over_shards) <= 1:
-        return Placed(dim, DTensorSpec(mesh, tuple(placements), whole.tensor_meta), Whole(whole, kept))
+        return Placed(
+            dim, DTensorSpec(mesh, tuple(placements), tp_param.tensor_meta), TensorParallelParam(tp_param, kept)
+        )
     # Several shard axes are replaced by one flattened axis.
     first, parts, found = min(over_shards), [], []
     for axis in range(mesh.ndim):
@@ -107,7 +109,9 @@ def _place_spmd(name: str, whole: DTensorSpec, data: DataMesh, dim: int) -> Plac
         elif axis not in kept:
             parts.append(mesh[mesh.mesh_dim_names[axis]])  # type: ignore[index]
             found.append(placements[axis])
-    return Placed(dim, DTensorSpec(joined(*parts), tuple(found), whole.tensor_meta), Whole(whole, kept))
+    return Placed(
+        dim, DTensorSpec(joined(*parts), tuple(found), tp_param.tensor_meta), TensorParallelParam(tp_param, kept)
+    )
 
 
 def _dim(name: str, param: nn.Parameter, fn: PlacementFn | None) -> int:

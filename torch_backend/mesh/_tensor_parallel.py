@@ -18,7 +18,7 @@ from torch_backend.mesh._device_mesh import joined
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class TensorParallelParam:
     """The DTensor whose local tensor on this rank is an unsharded parameter.
 
     Attributes:
@@ -47,10 +47,10 @@ class Whole:
         )
 
     @functools.cached_property
-    def sharded(self) -> "Whole":
+    def sharded(self) -> "TensorParallelParam":
         """The DTensor on the combined mesh, with the local tensor sharded on dim 0 over the data-parallel ranks."""
         assert self.data_mesh is not None
-        return Whole(sharded_spec(self.spec, self.data_mesh, 0))
+        return TensorParallelParam(sharded_spec(self.spec, self.data_mesh, 0))
 
     def is_over(self, mesh: DeviceMesh) -> bool:
         """Whether this is the tensor-parallel mesh or the combined mesh."""
@@ -139,52 +139,61 @@ class _AsDTensor(torch.autograd.Function):
     """Converts a local tensor to the DTensor that the module computes with, and its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, whole: Whole) -> Tensor:
-        ctx.whole = whole
-        return whole.dtensor(local.view_as(local), requires_grad=local.requires_grad)
+    def forward(ctx: Any, local: Tensor, tp_param: TensorParallelParam) -> Tensor:
+        ctx.tp_param = tp_param
+        return tp_param.dtensor(local.view_as(local), requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        return ctx.whole.local_grad(grad), None
+        return ctx.tp_param.local_grad(grad), None
 
 
-Wholes = Sequence[Whole | None]
+TensorParallelParams = Sequence[TensorParallelParam | None]
 """The DTensor of each parameter of a bucket, None for a plain one. Empty if all are plain."""
 
 
-def sharded_spec(whole: DTensorSpec, data_mesh: DeviceMesh, dim: int, *, shards: bool = True) -> DTensorSpec:
+def sharded_spec(tp_param: DTensorSpec, data_mesh: DeviceMesh, dim: int, *, shards: bool = True) -> DTensorSpec:
     """The DTensor spec of a tensor-parallel parameter whose local tensors are sharded on a dim over the last axis of another
     mesh.
 
     Args:
-        whole: spec of the unsharded parameter.
+        tp_param: spec of the unsharded parameter.
         data_mesh: the data-parallel mesh, whose other axes replicate.
         shards: whether its last axis shards; if not, all axes replicate.
     """
-    split = whole.num_shards_map[dim]
+    split = tp_param.num_shards_map[dim]
     shard: tuple[Placement, ...] = ()
     if shards:  # tensor parallelism shards the dim first
         shard = (_StridedShard(dim, split_factor=split) if split > 1 else Shard(dim),)
     replicate = tuple(Replicate() for _ in range(data_mesh.ndim - len(shard)))
-    return DTensorSpec(joined(data_mesh, whole.mesh), (*replicate, *shard, *whole.placements), whole.tensor_meta)
+    return DTensorSpec(
+        joined(data_mesh, tp_param.mesh), (*replicate, *shard, *tp_param.placements), tp_param.tensor_meta
+    )
 
 
-def wholes_of(params: Sequence[Tensor], data_mesh: DeviceMesh | None) -> Wholes:
+def tensor_parallel_params(params: Sequence[Tensor], data_mesh: DeviceMesh | None) -> TensorParallelParams:
     """The DTensors among the parameters of a bucket."""
-    wholes = [Whole(param._spec, data_mesh=data_mesh) if isinstance(param, DTensor) else None for param in params]
-    return wholes if any(wholes) else []
+    tp_params = [
+        TensorParallelParam(param._spec, data_mesh=data_mesh) if isinstance(param, DTensor) else None
+        for param in params
+    ]
+    return tp_params if any(tp_params) else []
 
 
-def in_use(aliases: Sequence[Tensor], wholes: Wholes) -> Sequence[Tensor]:
+def in_use(aliases: Sequence[Tensor], tp_params: TensorParallelParams) -> Sequence[Tensor]:
     """The tensors that modules compute with: aliases of unsharded parameters, or DTensors of them."""
-    if not wholes:
+    if not tp_params:
         return aliases
-    return [alias if whole is None else whole.used(alias) for alias, whole in zip(aliases, wholes, strict=True)]
+    return [
+        alias if tp_param is None else tp_param.used(alias) for alias, tp_param in zip(aliases, tp_params, strict=True)
+    ]
 
 
-def as_params(values: Sequence[Tensor], requires_grad: Sequence[bool], wholes: Wholes) -> list[nn.Parameter]:
+def as_params(
+    values: Sequence[Tensor], requires_grad: Sequence[bool], tp_params: TensorParallelParams
+) -> list[nn.Parameter]:
     """Parameters that alias full values; DTensors for tensor parallelism."""
     return [
-        nn.Parameter(value, requires_grad=trained) if whole is None else whole.param(value, requires_grad=trained)
-        for value, trained, whole in zip(values, requires_grad, wholes or [None] * len(values), strict=True)
+        nn.Parameter(value, requires_grad=trained) if tp_param is None else tp_param.param(value, requires_grad=trained)
+        for value, trained, tp_param in zip(values, requires_grad, tp_params or [None] * len(values), strict=True)
     ]

@@ -42,8 +42,8 @@ class DTensorRegistrar(ShardedParams):
         self._local_shapes = _local_shapes(layout, store.rank)
         self._widths = [column.width for column in layout.columns]
         self._specs = [place.sharded for place in placed]
-        is_whole = any(place.whole is not None for place in placed)
-        super().__init__(owned, store, leaves, [], [place.whole for place in placed] if is_whole else [])
+        is_whole = any(place.tp_param is not None for place in placed)
+        super().__init__(owned, store, leaves, [], [place.tp_param for place in placed] if is_whole else [])
         locals_ = self._own_locals()
         self._local_strides = [local.stride() for local in locals_]
         with torch.no_grad():
@@ -76,7 +76,7 @@ class DTensorRegistrar(ShardedParams):
     def show_group_shard(self, group_shard: ReshardGroupShard) -> None:
         """Register DTensors over the reshard group; under tensor parallelism the shards stay registered."""
         mesh, layout = group_shard.mesh, group_shard.layout
-        if self.wholes or not isinstance(layout, PerParamLayout):
+        if self.tp_params or not isinstance(layout, PerParamLayout):
             return
         rank, shown = group_shard.communicator.rank, []
         with torch.no_grad():

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from crossframe.state import FLAT_PARAM
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
-from torch_backend.mesh._tensor_parallel import in_use, wholes_of
+from torch_backend.mesh._tensor_parallel import in_use, tensor_parallel_params
 from torch_backend.modules._owned_params import OwnedParam
 from torch_backend.param_registration._registered_params import (
     Registration,
@@ -51,7 +51,7 @@ class FlatRegistrar:
             mesh: the mesh of the ranks, if known.
         """
         self._module, self._store = module, store
-        self.wholes = wholes_of([entry.param for entry in owned], mesh)
+        self.tp_params = tensor_parallel_params([entry.param for entry in owned], mesh)
         self._places = list(registrations(owned))
         self.flat_param = FlatParameter(store.buffer, requires_grad=owned[0].spec.requires_grad)
         # The names of its parameters, as in PyTorch, for libraries.
@@ -67,8 +67,8 @@ class FlatRegistrar:
         self._leaves = leaves
         absent = [leaf.detach().new_full((), float("nan")).expand(leaf.shape) for leaf in leaves]
         self._absent = [
-            nan if whole is None else whole.dtensor(nan)
-            for nan, whole in zip(absent, self.wholes or [None] * len(absent), strict=True)
+            nan if tp_param is None else tp_param.dtensor(nan)
+            for nan, tp_param in zip(absent, self.tp_params or [None] * len(absent), strict=True)
         ]
         self.unuse()
 
@@ -86,7 +86,7 @@ class FlatRegistrar:
 
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """The aliases, under tensor parallelism as DTensors."""
-        return in_use(aliases, self.wholes)
+        return in_use(aliases, self.tp_params)
 
     def use(self, used: Sequence[Tensor]) -> None:
         """Attributes yield `used`."""
@@ -99,7 +99,7 @@ class FlatRegistrar:
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Register full parameters instead of the flat parameter."""
         assert grads is None, "refused: the gradient is the flat parameter's"
-        self._shown = full_params(full, self._leaves, self.wholes)
+        self._shown = full_params(full, self._leaves, self.tp_params)
         self.show_state(self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -125,7 +125,7 @@ class FlatRegistrar:
 
     def left(self) -> list[Tensor]:
         """The registered full parameters."""
-        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
+        return left_by_user(self._places, self._shown, self.tp_params, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.errors import ReplacedError
 from torch_backend.memory._store import ShardStore
-from torch_backend.mesh._tensor_parallel import wholes_of
+from torch_backend.mesh._tensor_parallel import tensor_parallel_params
 from torch_backend.modules._owned_params import OwnedParam
 from torch_backend.param_registration._registered_params import (
     RegisteredParams,
@@ -38,19 +38,19 @@ class OriginalRegistrar(RegisteredParams):
         Args:
             mesh: the mesh of the ranks, if known.
         """
-        wholes = wholes_of([entry.param for entry in owned], mesh)
+        tp_params = tensor_parallel_params([entry.param for entry in owned], mesh)
         params = [
             nn.Parameter(piece, requires_grad=entry.spec.requires_grad)
             if isinstance(entry.param, DTensor)
             else entry.param
             for entry, piece in zip(owned, store.pieces, strict=True)
         ]
-        super().__init__(owned, store, leaves, params, wholes)
+        super().__init__(owned, store, leaves, params, tp_params)
         # The summoned parameters: our own objects, or DTensors of them.
         self._shown: list[nn.Parameter] = params
         self._hidden_grads: list[Tensor | None] = []
         self._point_at_pieces()
-        if wholes:
+        if tp_params:
             register(self._places, self.params)
 
     def _shaped(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -74,14 +74,14 @@ class OriginalRegistrar(RegisteredParams):
             param.data = value
             if sharded and grads is not None:
                 set_grad(param, grads[i])
-        if self.wholes:
+        if self.tp_params:
             self._shown = [
-                param if whole is None else whole.param(param.data, requires_grad=param.requires_grad)
-                for param, whole in zip(self.params, self.wholes, strict=True)
+                param if tp_param is None else tp_param.param(param.data, requires_grad=param.requires_grad)
+                for param, tp_param in zip(self.params, self.tp_params, strict=True)
             ]
-            for param, shown, whole in zip(self.params, self._shown, self.wholes, strict=True):
-                if whole is not None and param.grad is not None:
-                    shown.grad = whole.dtensor(param.grad)
+            for param, shown, tp_param in zip(self.params, self._shown, self.tp_params, strict=True):
+                if tp_param is not None and param.grad is not None:
+                    shown.grad = tp_param.dtensor(param.grad)
             register(self._places, self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -101,16 +101,16 @@ class OriginalRegistrar(RegisteredParams):
             self._hidden_grads = []
 
     def _left_grads(self) -> list[Tensor | None]:
-        for i, whole in enumerate(self.wholes):
-            if whole is not None:
+        for i, tp_param in enumerate(self.tp_params):
+            if tp_param is not None:
                 grad = self._shown[i].grad
                 name = self._store.layout.params[i].name
-                set_grad(self.params[i], None if grad is None else whole.local(grad, f"{name}.grad"))
+                set_grad(self.params[i], None if grad is None else tp_param.local(grad, f"{name}.grad"))
         return [param.grad for param in self.params]
 
     def left(self) -> list[Tensor]:
         """What is registered now."""
-        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
+        return left_by_user(self._places, self._shown, self.tp_params, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """Copy full gradients into the existing gradients of pieces; a gradient that the user removed becomes zeros."""

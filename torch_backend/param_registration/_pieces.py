@@ -15,7 +15,7 @@ from torch_backend.param_registration._registered_params import (
     point_at,
     register,
 )
-from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_tensor import check_like, piece_param, piece_tensor
 from torch_backend.ranks._collectives import Communicator
 
@@ -48,7 +48,7 @@ class PieceRegistrar(ShardedParams):
         """
         assert rank == store.rank
         shards = Communicator(mesh.get_group(mesh.ndim - 1))
-        self.places = [Place(store, i, mesh, shards) for i in range(len(owned))]
+        self.places = [PieceLocation(store, i, mesh, shards) for i in range(len(owned))]
         params = [
             piece_param(piece, place, requires_grad=entry.spec.requires_grad)
             for piece, place, entry in zip(store.pieces, self.places, owned, strict=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from torch_backend.memory._reshard_group import ReshardGroupShard
-from torch_backend.mesh._tensor_parallel import Wholes
+from torch_backend.mesh._tensor_parallel import TensorParallelParams
 
 
 class Registrar(Protocol):
@@ -16,7 +16,7 @@ class Registrar(Protocol):
     conceals_after_forward: bool
 
     # Under tensor parallelism: for each parameter the DTensor that it is this rank's part of, None for a plain one. Else empty.
-    wholes: Wholes
+    tp_params: TensorParallelParams
 
     @property
     def registered(self) -> Sequence[tuple[int, nn.Module, str]]:

@@ -9,7 +9,7 @@ from crossframe.layout import Layout
 from torch_backend.memory._optimizer_steps import count_like
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore, copy_into
-from torch_backend.mesh._tensor_parallel import Wholes, as_params, in_use
+from torch_backend.mesh._tensor_parallel import TensorParallelParams, as_params, in_use
 from torch_backend.modules._owned_params import OwnedParam
 
 # A parameter's index in the layout, and a module and attribute under which it is registered.
@@ -42,7 +42,7 @@ def register(where: Sequence[Registration], params: Sequence[nn.Parameter]) -> N
 
 
 def left_by_user(
-    where: Sequence[Registration], shown: Sequence[nn.Parameter], wholes: Wholes, layout: Layout
+    where: Sequence[Registration], shown: Sequence[nn.Parameter], tp_params: TensorParallelParams, layout: Layout
 ) -> list[Tensor]:
     """The data of summoned parameters on exit, with replacements under any name, ignoring deletions; for DTensors, this rank's
     parts."""
@@ -51,11 +51,11 @@ def left_by_user(
         registered = owner._parameters.get(attribute)
         if registered is not None and registered is not shown[i]:
             current[i] = registered
-    if not wholes:
+    if not tp_params:
         return [param.data for param in current]
     return [
-        param.data if whole is None else whole.local(param, spec.name).detach()
-        for param, whole, spec in zip(current, wholes, layout.params, strict=True)
+        param.data if tp_param is None else tp_param.local(param, spec.name).detach()
+        for param, tp_param, spec in zip(current, tp_params, layout.params, strict=True)
     ]
 
 
@@ -66,9 +66,11 @@ def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None
         param.data = piece
 
 
-def full_params(full: Sequence[Tensor], leaves: Sequence[nn.Parameter], wholes: Wholes) -> list[nn.Parameter]:
+def full_params(
+    full: Sequence[Tensor], leaves: Sequence[nn.Parameter], tp_params: TensorParallelParams
+) -> list[nn.Parameter]:
     """Full parameters for the user, which require gradients as the leaves do."""
-    return as_params(full, [leaf.requires_grad for leaf in leaves], wholes)
+    return as_params(full, [leaf.requires_grad for leaf in leaves], tp_params)
 
 
 def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
@@ -126,7 +128,7 @@ class RegisteredParams:
 
     Attributes:
         params: the optimizer's parameters, in the layout's order.
-        wholes: see Registrar.
+        tp_params: see Registrar.
     """
 
     def __init__(
@@ -135,9 +137,9 @@ class RegisteredParams:
         store: ShardStore,
         leaves: list[nn.Parameter],
         params: list[nn.Parameter],
-        wholes: Wholes = (),
+        tp_params: TensorParallelParams = (),
     ) -> None:
-        self._store, self.params, self.wholes = store, params, wholes
+        self._store, self.params, self.tp_params = store, params, tp_params
         self._places = list(registrations(owned))
         self._in_use = False
         self.take_leaves(leaves)
@@ -145,10 +147,10 @@ class RegisteredParams:
     def take_leaves(self, leaves: list[nn.Parameter]) -> None:
         """Set the unsharded parameters; under tensor parallelism, DTensors of them are registered."""
         self._leaves = self._full = leaves
-        if self.wholes:
+        if self.tp_params:
             self._full = [
-                leaf if whole is None else whole.registered(leaf)
-                for leaf, whole in zip(leaves, self.wholes, strict=True)
+                leaf if tp_param is None else tp_param.registered(leaf)
+                for leaf, tp_param in zip(leaves, self.tp_params, strict=True)
             ]
 
     @property
@@ -168,7 +170,7 @@ class RegisteredParams:
 
     def used_params(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """The aliases, under tensor parallelism as DTensors."""
-        return in_use(aliases, self.wholes)
+        return in_use(aliases, self.tp_params)
 
     def use(self, used: Sequence[Tensor]) -> None:
         """Attributes yield `used`."""
@@ -185,7 +187,7 @@ class RegisteredParams:
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.requires_grad:
                 leaf.requires_grad_(param.requires_grad)
-        if self.wholes:
+        if self.tp_params:
             for param, full in zip(self.params, self._full, strict=True):
                 full.requires_grad_(param.requires_grad)
 
@@ -280,7 +282,7 @@ class ShardedParams(RegisteredParams):
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Register full parameters."""
         assert grads is None, "no interface asks for them"
-        self._shown = full_params(full, self._leaves, self.wholes)
+        self._shown = full_params(full, self._leaves, self.tp_params)
         register(self._places, self._shown)
 
     def dismiss(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -293,7 +295,7 @@ class ShardedParams(RegisteredParams):
 
     def left(self) -> list[Tensor]:
         """What is registered now."""
-        return left_by_user(self._places, self._shown, self.wholes, self._store.layout)
+        return left_by_user(self._places, self._shown, self.tp_params, self._store.layout)
 
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""

@@ -9,14 +9,16 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.errors import StateDictError
 from torch_backend.memory._store import ShardStore
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor
-from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_place
 from torch_backend.pieces._sharded_tensors import rows_of_sharded_tensor
 
 
 @torch.no_grad()
-def fill(line: Tensor, store: ShardStore, given: Iterable[tuple[str, Place, Tensor]], *, unit: str = "") -> None:
+def fill(
+    line: Tensor, store: ShardStore, given: Iterable[tuple[str, PieceLocation, Tensor]], *, unit: str = ""
+) -> None:
     """Fill a flat buffer from tensors of a state dict. All ranks of the shard group must pass tensors of the same kinds.
 
     Full tensors must be equal on all ranks. DTensors may have any placements on the unit's mesh. ShardedTensors have chunks of
@@ -59,7 +61,7 @@ def fill(line: Tensor, store: ShardStore, given: Iterable[tuple[str, Place, Tens
             if is_rows:
                 rows[place.index] = full
                 continue
-        elif place.whole is not None:
+        elif place.tp_param is not None:
             wrong.append(f"{name!r} is a plain tensor")
             continue
         piece_tensor(part, place).copy_(full)

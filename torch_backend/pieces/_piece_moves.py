@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from crossframe.layout import Layout, Part, PerParamLayout, exchange
 from crossframe.state import StateKind, target_of
 from torch_backend.memory._store import cuts_of
-from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._sharded_tensors import sharded_tensor
 from torch_backend.ranks._collectives import Communicator
 
@@ -109,7 +109,7 @@ def from_rows(
     _move(_in_rows(rows), source, wanted, layout, shards, line, unit=unit)
 
 
-def as_sharded(places: Sequence[Place], line: Tensor, *, unit: str = "") -> list[DTensor | ShardedTensor]:
+def as_sharded(places: Sequence[PieceLocation], line: Tensor, *, unit: str = "") -> list[DTensor | ShardedTensor]:
     """The tensors of a sharded state dict, for parameters of one bucket or tensors with the same layout (optimizer state).
 
     Args:
@@ -125,9 +125,9 @@ def as_sharded(places: Sequence[Place], line: Tensor, *, unit: str = "") -> list
     return [_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
 
 
-def _of_rows(rows: Tensor, place: Place) -> DTensor | ShardedTensor:
-    if place.whole is not None:
-        return place.whole.sharded.dtensor(rows)
+def _of_rows(rows: Tensor, place: PieceLocation) -> DTensor | ShardedTensor:
+    if place.tp_param is not None:
+        return place.tp_param.sharded.dtensor(rows)
     if place.mesh is None:
         return sharded_tensor(rows, place.shape, -(-place.shape[0] // place.shards.size), place.shards)
     stride = torch.empty(place.shape, device="meta").stride()
@@ -135,19 +135,19 @@ def _of_rows(rows: Tensor, place: Place) -> DTensor | ShardedTensor:
     return DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
 
-def is_over(mesh: DeviceMesh, place: Place) -> bool:
+def is_over(mesh: DeviceMesh, place: PieceLocation) -> bool:
     """Whether a DTensor's mesh is that of a place, or only its shard axis."""
-    if place.whole is not None:
-        return place.whole.is_over(mesh)
+    if place.tp_param is not None:
+        return place.tp_param.is_over(mesh)
     return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)
 
 
 @torch.no_grad()
-def part_of_dtensor(dtensor: DTensor, place: Place) -> tuple[Tensor, bool]:
+def part_of_dtensor(dtensor: DTensor, place: PieceLocation) -> tuple[Tensor, bool]:
     """(this rank's rows of a DTensor whose mesh `is_over` a place, True), or under tensor parallelism possibly (its whole local
     tensor, False). All ranks of the mesh must call it."""
-    if place.whole is not None:
-        return place.whole.part(dtensor)
+    if place.tp_param is not None:
+        return place.tp_param.part(dtensor)
     wanted = (*[Replicate()] * (dtensor.device_mesh.ndim - 1), Shard(0))
     if dtensor.placements != wanted:
         dtensor = dtensor.redistribute(placements=wanted)

@@ -18,8 +18,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 from crossframe.errors import ParamError, UsageError
 from crossframe.layout import Layout, Piece
 from torch_backend.compat._dtypes import dtype_name
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_moves import as_sharded
-from torch_backend.pieces._piece_place import Place
 
 
 class PieceTensor(Tensor):
@@ -39,10 +39,10 @@ class PieceTensor(Tensor):
     """
 
     local: Tensor
-    place: Place
+    place: PieceLocation
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> "PieceTensor":
+    def __new__(cls, local: Tensor, place: PieceLocation) -> "PieceTensor":
         """
         Raises:
             ParamError: no 1-D tensor of the piece's number of elements.
@@ -162,7 +162,7 @@ class PieceTensor(Tensor):
         self._refuse("share_memory_")
 
 
-def same_place(a: Place, b: Place) -> bool:
+def same_place(a: PieceLocation, b: PieceLocation) -> bool:
     """Whether tensors at both places are cut alike, so that element by element they are on the same ranks."""
     return a is b or a.key == b.key
 
@@ -191,14 +191,14 @@ def refusal(
     )
 
 
-def piece_tensor(local: Tensor, place: Place) -> PieceTensor:
+def piece_tensor(local: Tensor, place: PieceLocation) -> PieceTensor:
     """A PieceTensor of elements that are known to fit their place. It aliases them."""
     made = Tensor._make_wrapper_subclass(PieceTensor, place.shape, dtype=local.dtype, device=local.device)
     made.local, made.place = local, place  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
 
 
-def piece_param(local: Tensor, place: Place, *, requires_grad: bool) -> nn.Parameter:
+def piece_param(local: Tensor, place: PieceLocation, *, requires_grad: bool) -> nn.Parameter:
     """The same as a parameter: what nn.Parameter makes of a tensor of a class of its own is that tensor, marked."""
     made: Any = piece_tensor(local, place).requires_grad_(requires_grad)
     made._is_param = True

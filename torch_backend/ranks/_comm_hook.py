@@ -46,7 +46,7 @@ def set_comm_hook(units: Sequence["Unit"], state: object, hook: Callable[..., An
             "another strategy"
         )
     for unit in units:
-        if unit.choices.comm_hook is not None:
+        if unit.options.comm_hook is not None:
             raise StateError(f"register_comm_hook: unit {unit.name!r} has a hook already; it may be registered once")
     for unit in units:
-        unit.choices.comm_hook = CommHook(state, hook, casts=hook in LOW_PRECISION_HOOKS)
+        unit.options.comm_hook = CommHook(state, hook, casts=hook in LOW_PRECISION_HOOKS)

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from crossframe.operators import Judged, SourceLine
 from crossframe.operators.source import Frame, UserCode
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
-from crossframe.recording.lines import BACKWARD, FORWARD
-from crossframe.shown import shown
+from crossframe.quoting import quote
+from crossframe.recording.event_format import BACKWARD, FORWARD
 from torch_backend.recorder._float64_check import exact_of
 from torch_backend.recorder._module_hooks import quietly
 from torch_backend.recorder._patched_functions import replaced
@@ -352,7 +352,7 @@ def _operator(
     user_code: UserCode,
 ) -> CompiledOperator:
     leaves = tree_leaves((node.args[1:], dict(node.kwargs)))
-    arguments = ", ".join(shown(each) for each in leaves if isinstance(each, int | float | str))
+    arguments = ", ".join(quote(each) for each in leaves if isinstance(each, int | float | str))
     line = user_code.innermost(_frames(node.meta.get("stack_trace") or ""))
     name = f"{COMPILED}{_target_name(node)}"
     return CompiledOperator(name, arguments, phase, _module_of(node), line, _tensors(inputs), outputs, judged)

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from crossframe.dtypes import FLOATING
-from crossframe.recording.lines import INPUT, OUTPUT
+from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._inputs import tensors_in

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from crossframe.operators import Operator, Request, Signature, SourceLine, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.source import Frame, UserCode
-from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.shown import shown
+from crossframe.quoting import quote
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder._compiled_graphs import CompiledGraphs, CompiledOperator
@@ -289,7 +289,7 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
             or any(isinstance(each, Tensor | torch.device | torch.layout) for each in leaves)
         ):
             continue
-        texts.append(f"{name}={shown(value)}")
+        texts.append(f"{name}={quote(value)}")
     return ", ".join(texts)
 
 

@@ -14,7 +14,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in

@@ -118,7 +118,7 @@ def ours(model: nn.Module) -> Engine:
         }
 
     return Engine(
-        "crossframe FSDP1" if first.choices.api is Api.FSDP1 else "crossframe FSDP2",
+        "crossframe FSDP1" if first.options.api is Api.FSDP1 else "crossframe FSDP2",
         _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
         (mesh.replicas.rank, mesh.replicas.size),
         (mesh.shards.rank, mesh.shards.size),

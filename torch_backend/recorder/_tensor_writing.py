@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
-from crossframe.recording.lines import COUNT, activation_key
+from crossframe.recording.event_format import COUNT, activation_key
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch

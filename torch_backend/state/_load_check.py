@@ -20,7 +20,7 @@ from torch.overrides import is_tensor_like
 from crossframe.errors import AgreementError, StateDictError
 from crossframe.state import FLAT_PARAM, StateKind, state_key, unfit
 from torch_backend.engine._unit import UNIT, Unit, unit_of
-from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.mesh._tensor_parallel import TensorParallelParam
 from torch_backend.param_registration._registered_params import ShardedParams
 from torch_backend.pieces._piece_moves import is_over
 from torch_backend.pieces._piece_tensor import PieceTensor
@@ -129,12 +129,12 @@ def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
         like: the DTensor or PieceTensor that the value is copied into; under FSDP1, the DTensor that the parameter is a part of.
     """
     if not isinstance(value, DTensor):
-        if isinstance(like, DTensor | Whole):
+        if isinstance(like, DTensor | TensorParallelParam):
             yield (
                 f"{key!r} is a {type(value).__name__} and the parameter a DTensor (distribute_tensor makes one of it; of "
                 "whole state dicts set_model_state_dict does, with StateDictOptions(full_state_dict=True))"
             )
-    elif isinstance(like, Whole):
+    elif isinstance(like, TensorParallelParam):
         if not like.is_over(value.device_mesh):
             yield f"{key!r} is on {value.device_mesh}, expected {like.spec.mesh}, or that and the data parallel ranks"
     elif not _is_over(value.device_mesh, like):
@@ -163,7 +163,7 @@ class _Expected:
         self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
         # The shapes of parameters of FSDP1's units: what is registered for them has another shape, or nothing is registered.
-        self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], Whole | None]]] = {}
+        self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], TensorParallelParam | None]]] = {}
         self._visit(module, prefix, known=True)
         del self.sharded[0]
 
@@ -193,11 +193,11 @@ class _Expected:
     def _take_shapes(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if not isinstance(bucket.registrar, ShardedParams):
-                wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
+                tp_params = bucket.registrar.tp_params or [None] * len(bucket.layout.params)
                 for i, owner, attribute in bucket.registrar.registered:
-                    whole = wholes[i]
-                    shape = bucket.layout.params[i].shape if whole is None else whole.shape
-                    self._shapes.setdefault(owner, {})[attribute] = shape, whole
+                    tp_param = tp_params[i]
+                    shape = bucket.layout.params[i].shape if tp_param is None else tp_param.shape
+                    self._shapes.setdefault(owner, {})[attribute] = shape, tp_param
 
     def _take_entries(self, module: nn.Module, at: str) -> None:
         shapes = self._shapes.get(module, {})

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from crossframe.api import Api
 from crossframe.errors import StateDictError, UnsupportedError, UsageError
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.state import Role, StateKind, rekeyed_groups, state_key
 from torch_backend.compat._dtypes import from_numpy, torch_dtype
 from torch_backend.engine._unit import unit_of
@@ -41,10 +41,10 @@ class Owned(OptimizedBucket):
     @functools.cached_property
     def shown(self) -> tuple[ParamSpec, ...]:
         """The parameters with the shapes that a state dict shows: under tensor parallelism those of the DTensors."""
-        wholes = self.bucket.registrar.wholes or [None] * len(self.specs)
+        tp_params = self.bucket.registrar.tp_params or [None] * len(self.specs)
         return tuple(
-            spec if whole is None else replace(spec, shape=whole.shape)
-            for spec, whole in zip(self.specs, wholes, strict=True)
+            spec if tp_param is None else replace(spec, shape=tp_param.shape)
+            for spec, tp_param in zip(self.specs, tp_params, strict=True)
         )
 
 
@@ -225,7 +225,7 @@ def save(
 
 def refuse_rank0_only(names: Names, what: str) -> None:
     """Raise UnsupportedError for state under tensor parallelism, since no single rank holds all of it."""
-    if any(each.bucket.registrar.wholes for each in names.owned):
+    if any(each.bucket.registrar.tp_params for each in names.owned):
         raise UnsupportedError(
             f"optimizer state of tensor parallel parameters is {what} on every rank, each with its own parts of DTensors; use "
             "rank0_only=False"
@@ -268,7 +268,7 @@ def copied(value: Any) -> Any:
 def _whole(each: Owned, line: Tensor, indices: list[int], *, kept: bool, offload: bool) -> Sequence[Tensor]:
     """Full tensors of elementwise state; none unless `kept`."""
     bucket, unit = each.bucket, unit_of(each.wrapper).name
-    if not each.is_flat or bucket.registrar.wholes:
+    if not each.is_flat or bucket.registrar.tp_params:
         spent = not each.is_flat  # then the line is a copy
         return full_values(bucket, line, indices, kept=kept, offload=offload, unit=unit, spent=spent)
     # Views of the gathered buffer, as in torch: copies would double the memory while they are made.
@@ -296,7 +296,7 @@ def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dic
     keys = [*state_dict["state"], *(key for group in state_dict["param_groups"] for key in group["params"])]
     kinds = {type(key) for key in keys}
     if len(kinds - {int, str}) or len(kinds) > 1:
-        raise StateDictError(f"expected names as the keys of an optimizer's state, or positions, got {shown(keys)}")
+        raise StateDictError(f"expected names as the keys of an optimizer's state, or positions, got {quote(keys)}")
     if kinds == {str if to_names else int}:
         return dict(state_dict)
     called = []
@@ -310,9 +310,9 @@ def rekey(state_dict: Mapping[str, Any], names: Names, *, to_names: bool) -> dic
         called += own
     table: dict[Any, Any] = dict(enumerate(called)) if to_names else {name: i for i, name in enumerate(called)}
     table |= {key: table[state_key(key)] for key in keys if isinstance(key, str) and state_key(key) in table}
-    if unknown := sorted({shown(key) for key in keys if key not in table}):
+    if unknown := sorted({quote(key) for key in keys if key not in table}):
         raise StateDictError(
-            f"no parameter of this optimizer is called {', '.join(unknown)}: expected {shown(sorted(table))}"
+            f"no parameter of this optimizer is called {', '.join(unknown)}: expected {quote(sorted(table))}"
         )
     new = {key: (other,) for key, other in sorted(table.items(), key=lambda item: item[1])}
     groups = rekeyed_groups(state_dict["param_groups"], new)

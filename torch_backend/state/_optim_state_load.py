@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from crossframe.errors import StateDictError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.state import Description, Role, rekeyed_groups, role_in_full, unfit_state
 from torch_backend.compat._dtypes import torch_dtype
 from torch_backend.engine._unit import unit_of
@@ -58,7 +58,7 @@ def to_load(
     if source is not None:
         saved = _skeleton(saved, source)
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        raise StateDictError(f"expected an optimizer's state dict with the key 'state', got {shown(saved)}")
+        raise StateDictError(f"expected an optimizer's state dict with the key 'state', got {quote(saved)}")
     names = Names(model, optimizer, given)
     if source is not None:
         refuse_rank0_only(names, "loaded")

@@ -15,8 +15,8 @@ from torch_backend.engine._unit import unit_of
 from torch_backend.param_registration._pieces import PieceRegistrar
 from torch_backend.param_registration._registered_params import Registration
 from torch_backend.pieces._fill import fill
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_moves import as_sharded
-from torch_backend.pieces._piece_place import Place
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
 from torch_backend.pieces._sharded_tensors import shape_and_dtype
 
@@ -43,7 +43,7 @@ def piece_keys(bucket: Bucket, state: dict[str, Any]) -> list[str]:
 
 
 def show_sharded(
-    bucket: Bucket, places: Sequence[Place], state: dict[str, Any], keys: Sequence[str], *, unit: str
+    bucket: Bucket, places: Sequence[PieceLocation], state: dict[str, Any], keys: Sequence[str], *, unit: str
 ) -> None:
     """In a state dict, replace PieceTensors by the tensors of a sharded state dict.
 
@@ -88,7 +88,7 @@ def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str)
 
 
 def take(
-    bucket: Bucket, places: Sequence[Place], state: dict[str, Any], paths: dict[int, list[str]], unit: str
+    bucket: Bucket, places: Sequence[PieceLocation], state: dict[str, Any], paths: dict[int, list[str]], unit: str
 ) -> None:
     """In a state dict, replace the tensors for a bucket's parameters by PieceTensors. All ranks load the same names; see `fill`.
     A tensor of another shape stays, and torch reports it.

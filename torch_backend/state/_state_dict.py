@@ -23,7 +23,7 @@ from crossframe.state import FSDP_WRAPPED, StateKind, local_key, state_key, targ
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
 from torch_backend.param_registration import FlatParameter, FlatRegistrar
-from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
 from torch_backend.pieces._sharded_tensors import sharded_tensor
 from torch_backend.state._load_check import check_load, strictly
@@ -78,12 +78,12 @@ class HasStateDicts(HasStateDictType):
         """No name is changed. Only torch.distributed.checkpoint.state_dict calls it.
 
         Raises:
-            UsageError: `stand_in` was not called: torch would save shards as if they were full parameters.
+            UsageError: `replace_torch_fsdp` was not called: torch would save shards as if they were full parameters.
         """
         if not isinstance(self, import_module("torch.distributed.checkpoint.state_dict").FSDP):
             raise UsageError(
                 "torch.distributed.checkpoint.state_dict supports only torch's own FullyShardedDataParallel: call "
-                "torch_backend.stand_in() first, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
+                "torch_backend.replace_torch_fsdp() first, or use FullyShardedDataParallel.state_dict_type and .optim_state_dict"
             )
         return {}
 
@@ -198,19 +198,19 @@ def full_values(
         spent: the line's memory is freed as soon as it has been sent.
     """
     device = torch.device("cpu") if offload else bucket.device
-    wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
+    tp_params = bucket.registrar.tp_params or [None] * len(bucket.layout.params)
     with bucket.gathered(line, unit) as full:
         if spent and bucket.layout.world_size > 1:
             line.untyped_storage().resize_(0)
-        copies = [(full[i].to(device, copy=True), wholes[i]) for i in indices if kept]
-    return [copy if whole is None else whole.dtensor(copy) for copy, whole in copies]
+        copies = [(full[i].to(device, copy=True), tp_params[i]) for i in indices if kept]
+    return [copy if tp_param is None else tp_param.dtensor(copy) for copy, tp_param in copies]
 
 
-def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[Place]:
+def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[PieceLocation]:
     """The places of a bucket's parameters."""
     ranks: Any = mesh
-    wholes = bucket.registrar.wholes or [None] * len(bucket.layout.params)
-    return [Place(bucket.store, i, ranks, bucket.mesh.shards, whole) for i, whole in enumerate(wholes)]
+    tp_params = bucket.registrar.tp_params or [None] * len(bucket.layout.params)
+    return [PieceLocation(bucket.store, i, ranks, bucket.mesh.shards, tp_param) for i, tp_param in enumerate(tp_params)]
 
 
 def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:

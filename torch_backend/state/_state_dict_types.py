@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from crossframe.errors import AssertedError, StateDictConfigError, UsageError
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.state import StateKind
 from torch_backend.compat._torch_classes import as_ours
 
@@ -157,7 +157,7 @@ def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> Stat
     """
     found = as_ours(kind, StateDictType)
     if not isinstance(found, StateDictType):
-        raise UsageError(f"state_dict_type: expected a StateDictType, got {shown(kind)}")
+        raise UsageError(f"state_dict_type: expected a StateDictType, got {quote(kind)}")
     return StateDictSettings(
         found,
         *(_record(given, expected) for given, expected in zip((config, optim_config), _CONFIGS[found], strict=True)),
@@ -244,5 +244,5 @@ class HasStateDictType(nn.Module):
 
 def _wrappers(module: nn.Module) -> Sequence[HasStateDictType]:
     if not isinstance(module, nn.Module):
-        raise UsageError(f"expected a module, got {shown(module)}")
+        raise UsageError(f"expected a module, got {quote(module)}")
     return [inner for inner in module.modules() if isinstance(inner, HasStateDictType)]

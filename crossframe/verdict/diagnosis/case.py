@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.pair import Pair

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, OUTPUT, REDUCE
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, OUTPUT, REDUCE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
 from crossframe.verdict.diagnosis.reduction_fits import sum_error

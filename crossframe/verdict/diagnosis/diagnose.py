@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, FORWARD, PARAMETERS
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS
 from crossframe.verdict.diagnosis import (
     count_hypotheses,
     layer_hypotheses,

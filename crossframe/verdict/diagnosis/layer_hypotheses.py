@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.lines import OUTPUT
+from crossframe.recording.event_format import OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit
 from crossframe.verdict.diagnosis.layer_fits import attention_of, other_kernel, other_scale, padded_norm, positions_off

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from crossframe.dtypes import unit_roundoff
-from crossframe.recording.lines import INPUT, OUTPUT
+from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit
 from crossframe.verdict.diagnosis.module_fits import (

@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.grad_norm import EPSILON
 from crossframe.recording import Recording
-from crossframe.recording.lines import COUNT, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
 from crossframe.verdict.diagnosis.moment_deviations import Moment, Other, moment_deviations

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from crossframe.recording import Manifest, Recording
+from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import GROUPS
-from crossframe.recording.lines import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.diagnosis.update_deviations import Rule, Update, read_off

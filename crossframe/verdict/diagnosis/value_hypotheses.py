@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, COUNT, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, COUNT, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted

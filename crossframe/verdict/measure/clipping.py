@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import REDUCE, STATE, UPDATE
 from crossframe.verdict.measure.metrics import distance, norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.values import assemble

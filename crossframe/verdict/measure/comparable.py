@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from crossframe.quoting import quote
 from crossframe.recording import Recording
+from crossframe.recording.event_format import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import GROUPS, PER_RANK
-from crossframe.recording.lines import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.shown import shown
 from crossframe.verdict.measure.locate import Divergence
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
@@ -71,7 +71,7 @@ class Setting:
         some = ""
         if self.parameters:
             some = f" of {len(self.parameters)} of {self.num_parameters} parameters (first {self.parameters[0]!r})"
-        text = f"{self.name.replace('_', ' ')}{some} differs{when}: {shown(self.a)} in {names[0]}, {shown(self.b)} in {names[1]}"
+        text = f"{self.name.replace('_', ' ')}{some} differs{when}: {quote(self.a)} in {names[0]}, {quote(self.b)} in {names[1]}"
         same = "; if both are one model, record both with the same Recorder(..., name=...)"
         return f"{text}{same if self.name == 'model' else ''}"
 
@@ -188,7 +188,7 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
         for recording, label in ((a, first), (b, second)):
             if found := recording.manifest.settings.get(PER_RANK):
                 yield (
-                    f"in {label} {shown(found)} normalises over the samples of its own rank, so the result depends on the world "
+                    f"in {label} {quote(found)} normalises over the samples of its own rank, so the result depends on the world "
                     "size; compare at equal world sizes"
                 )
     if min(a.num_steps, b.num_steps) == 0:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from crossframe.layout import Sharding
-from crossframe.recording.lines import COUNT, FORWARD, NORM, STATE
+from crossframe.recording.event_format import COUNT, FORWARD, NORM, STATE
 from crossframe.recording.manifest import Manifest
 from crossframe.verdict.measure.judge import Judgement, not_finite
 from crossframe.verdict.measure.pair import Pair

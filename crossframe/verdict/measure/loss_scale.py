@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, REDUCE
+from crossframe.recording.event_format import BACKWARD, REDUCE
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.metrics import weighted_median
 from crossframe.verdict.measure.pair import Pair

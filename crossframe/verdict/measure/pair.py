@@ -7,7 +7,7 @@ import numpy as np
 
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, PARAMETERS, UPDATE
+from crossframe.recording.event_format import BACKWARD, PARAMETERS, UPDATE
 from crossframe.verdict.measure.bounds import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite

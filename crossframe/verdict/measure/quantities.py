@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.recording.lines import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.recording.sketch import Sketch
 from crossframe.verdict.measure.metrics import norm
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Recording
-from crossframe.recording.lines import REDUCE, activation_key
+from crossframe.recording.event_format import REDUCE, activation_key
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.verdict.measure.metrics import norm
 from crossframe.verdict.measure.quantities import finite

@@ -14,8 +14,7 @@ import numpy as np
 
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import LOSSES, MEAN
-from crossframe.recording.lines import (
+from crossframe.recording.event_format import (
     BACKWARD,
     COUNT,
     FORWARD,
@@ -26,6 +25,7 @@ from crossframe.recording.lines import (
     UNSHARDED,
     UPDATE,
 )
+from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.measure.aligned import At, aligned

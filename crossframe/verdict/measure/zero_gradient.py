@@ -20,7 +20,7 @@ import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
-from crossframe.recording.lines import REDUCE
+from crossframe.recording.event_format import REDUCE
 from crossframe.verdict.measure.metrics import norm, root_mean_square
 from crossframe.verdict.measure.values import assemble
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from experiments.bench.contestants import BARE, DDP, Dtypes, build
 from experiments.bench.own.cells import Run
 from experiments.data import Batch

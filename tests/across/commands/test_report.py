@@ -23,7 +23,7 @@ from crossframe.layout import FlatLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import step_plan
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries, report_of
 from crossframe.report.line_chart import STYLES, Limit, Line, line_chart

@@ -12,7 +12,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import TENSOR_USES
+from crossframe.recording.event_format import TENSOR_USES
 from crossframe.verdict import Divergence, PairVerdict, Verdict, compare
 from crossframe.verdict.result import Judged
 from experiments.faults.catalogue import FAMILIES, FAULTS, check_fault, fault_in_effect

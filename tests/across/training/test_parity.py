@@ -12,7 +12,7 @@ from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import BACKWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.recording.program import PROGRAM
 from crossframe.report.traces import trace_of
 from crossframe.strategy import Sync

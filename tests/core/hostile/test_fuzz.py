@@ -27,9 +27,9 @@ from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import Precision, PrecisionPolicy, resolve_precision
+from crossframe.quoting import LONGEST, quote
 from crossframe.reduction import custom_factors, divide_factors, factors_of, mean_factors, reduction_steps
 from crossframe.reference.redistribute import apply_overlay
-from crossframe.shown import LONGEST, shown
 from crossframe.strategy import Strategy, Sync
 from crossframe.unshard import UnshardRequest
 from tests.conftest import EXHAUSTIVE
@@ -179,7 +179,7 @@ def test_fields_of_a_layout_that_are_wrong_or_gone(data):
 
 
 @pytest.mark.parametrize(
-    "kind", [np.ones(2), np.array(["flat", "flat"]), ["flat"], 10**5000, None, Unshowable()], ids=shown
+    "kind", [np.ones(2), np.array(["flat", "flat"]), ["flat"], 10**5000, None, Unshowable()], ids=quote
 )
 def test_a_kind_of_layout_that_is_no_name_is_refused(kind):
     with pytest.raises(LayoutError, match="unknown layout kind"):
@@ -216,7 +216,7 @@ def test_shapes_near_the_largest_that_there_can_be(shape, dtype, world_size):
 
 
 @pytest.mark.parametrize(
-    "shape", [(2**61,), (2**31, 2**30), (2**63,), (0, 2**62), (0, 2**40, 2**40), (10**5000,), (10,) * 100], ids=shown
+    "shape", [(2**61,), (2**31, 2**30), (2**63,), (0, 2**62), (0, 2**40, 2**40), (10**5000,), (10,) * 100], ids=quote
 )
 def test_a_shape_that_overflows_is_refused_by_name(shape):
     with pytest.raises(ParamError, match="'w': a shape that overflows"):
@@ -240,9 +240,9 @@ def test_more_ranks_than_can_be_numbered_are_refused():
 
 
 def test_values_in_messages_are_short_and_never_raise():
-    assert shown((1, "a")) == "(1, 'a')" and shown(Unshowable()) == "a Unshowable that cannot be written out"
-    assert shown(10**5000) == "an int that cannot be written out"
-    assert len(shown("x" * 1000)) == LONGEST + 3 and len(shown("x" * (LONGEST - 2))) == LONGEST
+    assert quote((1, "a")) == "(1, 'a')" and quote(Unshowable()) == "a Unshowable that cannot be written out"
+    assert quote(10**5000) == "an int that cannot be written out"
+    assert len(quote("x" * 1000)) == LONGEST + 3 and len(quote("x" * (LONGEST - 2))) == LONGEST
 
 
 def test_the_right_arguments_are_right():

@@ -10,7 +10,7 @@ from hypothesis import given
 from crossframe.errors import LayoutError, MeshError, ParamError
 from crossframe.layout import FlatLayout, Padding, PerParamLayout, Piece, layout_from_json, views
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from crossframe.unshard import shard_is_full
 from tests.core.helpers.random_layouts import ALL_LAYOUTS, QUICK, Elements, elements, per_param_layouts, specs
 
@@ -200,7 +200,7 @@ def test_R07_a_dim_above_0_that_the_ranks_do_not_divide_is_refused_by_name():
         PerParamLayout(specs([(2, 6)]), 3, (-1,)).over(4)
 
 
-@pytest.mark.parametrize("dim", [2, -3, True, 1.0, None, "1", 10**5000], ids=shown)
+@pytest.mark.parametrize("dim", [2, -3, True, 1.0, None, "1", 10**5000], ids=quote)
 def test_R07_a_dim_that_is_none_is_refused_by_name(dim):
     with pytest.raises(LayoutError, match=r"'p0' of shape \(2, 4\): expected a dim from 0 to 1, or from -2 to -1"):
         PerParamLayout(specs([(2, 4)]), 2, (dim,))

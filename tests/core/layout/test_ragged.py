@@ -9,7 +9,7 @@ from hypothesis import given
 from crossframe.errors import LayoutError, MeshError
 from crossframe.layout import Padding, PerParamLayout, RaggedLayout, layout_from_json
 from crossframe.params import ParamSpec
-from crossframe.shown import shown
+from crossframe.quoting import quote
 from tests.core.helpers.random_layouts import QUICK, Elements, elements, ragged_layouts, specs
 
 
@@ -173,7 +173,7 @@ def test_a_layout_and_its_json_are_the_same(layout):
     assert RaggedLayout(layout.params, layout.world_size, rows) == RaggedLayout(layout.params, layout.world_size)
 
 
-@pytest.mark.parametrize("block", [0, -1, 4, 12, True, 2.0, None, "2", 10**5000], ids=shown)
+@pytest.mark.parametrize("block", [0, -1, 4, 12, True, 2.0, None, "2", 10**5000], ids=quote)
 def test_a_block_that_is_none_is_refused_by_name(block):
     with pytest.raises(
         LayoutError, match=r"'p1' of shape \(2, 3\): expected a block of at least 1 element that divides its 6"

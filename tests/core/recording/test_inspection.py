@@ -47,7 +47,7 @@ def inspected(tmp_path):
 def test_right_runs_have_no_findings(inspected, replicate, dtype):
     found = inspected(world_size=4, replicate=replicate, dtype=dtype)
     assert (found.not_finite, found.disagreements, found.departures, found.growing, found.notes) == ((), (), (), (), ())
-    assert found.exit_status == 0 and found.num_values > 100
+    assert not found.is_faulty and found.num_values > 100
 
 
 def test_nan_is_traced_to_the_module_that_made_it(inspected):
@@ -57,7 +57,7 @@ def test_nan_is_traced_to_the_module_that_made_it(inspected):
     (entered, *weights) = first.inputs
     assert entered.name == "input of module 'block'" and entered.low is not None and entered.low < 0 < entered.high
     assert {each.name for each in weights} == {"unsharded value of 'block.w'", "unsharded value of 'block.k_bias'"}
-    assert found.exit_status == 1
+    assert found.is_faulty
     json.dumps(found.to_json(), allow_nan=False)
 
 
@@ -71,7 +71,7 @@ def test_nan_in_a_gradient_names_the_parameter(inspected):
 
 def test_infinities_without_effect_are_a_note(inspected):
     found = inspected(at("output", 0, None, "block", with_first(-np.inf)))
-    assert found.not_finite == () and found.exit_status == 0
+    assert found.not_finite == () and not found.is_faulty
     assert "as in a mask" in found.notes[0]
 
 
@@ -97,12 +97,12 @@ def test_ranks_that_disagree_are_named(inspected, phase, name, options, expected
     first = found.disagreements[0]
     assert (first.step, first.name, first.difference, first.rounding) == (0, expected, pytest.approx(0.5), False)
     # Of two copies neither is in the majority.
-    assert first.ranks == ((1, 3) if options else (1,)) and found.exit_status == 1
+    assert first.ranks == ((1, 3) if options else (1,)) and found.is_faulty
 
 
 def test_replicas_that_differ_by_rounding_are_no_fault(inspected):
     found = inspected(at("reduce", 1, 0, "embed", lambda array: np.nextafter(array, np.inf)), world_size=4, replicate=2)
-    assert found.disagreements[0].rounding and found.exit_status == 0
+    assert found.disagreements[0].rounding and not found.is_faulty
 
 
 def test_ranks_fed_alike_are_noted(tmp_path, monkeypatch):
@@ -127,14 +127,14 @@ def test_a_parameter_that_strays_is_a_departure(inspected):
     found = inspected(at("update", 2, None, "embed", lambda array: array + np.arange(array.size).reshape(array.shape)))
     (only,) = found.departures
     assert (only.step, only.parameters) == (2, ("embed",)) and only.share > 0.5
-    assert found.exit_status == 1
+    assert found.is_faulty
 
 
 def test_losses_that_double_grow(inspected):
     rising = lambda phase, step, rank, name, x: x * 0 + 2.0**step if phase == "forward" else x  # noqa: E731
     found = inspected(rising, steps=9)
     assert (found.growing[0].name, found.growing[0].start, found.growing[0].factor) == ("loss", 0, pytest.approx(2.0))
-    assert found.exit_status == 0
+    assert not found.is_faulty
 
 
 def test_optimizers_without_a_known_rule_are_noted(inspected):

@@ -13,7 +13,7 @@ from crossframe.draw.operators import operators_svg
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
-from crossframe.recording.lines import FORWARD, UPDATE
+from crossframe.recording.event_format import FORWARD, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.result import Judged as Compared

@@ -10,7 +10,7 @@ from crossframe.layout import PerParamLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, Schedule, create_recording
-from crossframe.recording.lines import STRUCTURE
+from crossframe.recording.event_format import STRUCTURE
 from crossframe.recording.sketch import sketches_of
 from tests.core.helpers import synthetic
 

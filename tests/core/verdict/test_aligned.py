@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording import Recording
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.aligned import aligned, rows_of
 from tests.core.helpers import synthetic

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording import RecordingWriter
-from crossframe.recording.lines import REDUCE, STATE, perturbed_run_folder
+from crossframe.recording.event_format import REDUCE, STATE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers.faulty import CLIP, Faults, record
 

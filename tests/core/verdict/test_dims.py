@@ -12,7 +12,7 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.dims import Order, channels_first
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.dims import in_one_order

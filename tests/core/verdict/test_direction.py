@@ -9,7 +9,7 @@ import pytest
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Schedule
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import Directions, Sums, Tally, directions_of, student_limit

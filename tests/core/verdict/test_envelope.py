@@ -9,7 +9,7 @@ import pytest
 
 from crossframe.errors import RecordingError
 from crossframe.recording import Schedule
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.envelope import Steady, eccentricity, margin, spread_of
 from tests.conftest import EXHAUSTIVE

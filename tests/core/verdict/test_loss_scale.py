@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
+from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
 from tests.core.helpers.faulty import CLIP, Faults, record

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from crossframe.cli.exit_status import exit_status
 from crossframe.verdict import Verdict, bounds_for, overall
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import (
@@ -95,6 +96,6 @@ def test_of_no_bound_any_difference_is_beyond_all_use():
 
 
 def test_exit_statuses():
-    assert {verdict.value: verdict.exit_status for verdict in Verdict} == {
+    assert {verdict.value: exit_status(verdict) for verdict in Verdict} == {
         "equal": 0, "rounding": 0, "bug": 1, "inconclusive": 3, "incomparable": 4, "different computation": 5
     }  # fmt: skip

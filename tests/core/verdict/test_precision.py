@@ -5,8 +5,8 @@ import pytest
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.recording import Schedule
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import GAIN, Casts, Tally, directions_of
 from crossframe.verdict.envelope import margin

@@ -11,7 +11,7 @@ from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, create_recording
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import WHOLE, sketches_of
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic

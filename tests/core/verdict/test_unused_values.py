@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import jitter, only

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 from crossframe.operators import Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
-from crossframe.recording.lines import BACKWARD, FORWARD, REDUCE, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, UPDATE
 from jax_backend import Recorder, apply_updates, clip_grad_norm, sharded_optimizer, unshard
 from jax_backend.recorder._float64_check import judge
 from jax_backend.recorder._operator_trace import OperatorTrace

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.on_torch.helpers.beside_plain import CLOSE, backward_of_both, differing, full, refusal, shard
 from tests.on_torch.helpers.models import Block, build_net, loss_of
-from torch_backend import FSDPModule, fully_shard, stand_in
+from torch_backend import FSDPModule, fully_shard, replace_torch_fsdp
 from torch_backend import FullyShardedDataParallel as FSDP
 
 MAX_NORM = 0.5
@@ -34,7 +34,7 @@ def launched(rank: int, world_size: int, *, ours: bool = True) -> Iterator[str]:
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in local.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     try:
-        with tempfile.TemporaryDirectory() as own, stand_in() if ours else nullcontext():
+        with tempfile.TemporaryDirectory() as own, replace_torch_fsdp() if ours else nullcontext():
             folders = [None] * world_size
             dist.all_gather_object(folders, own)
             yield str(folders[0])

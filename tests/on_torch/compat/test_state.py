@@ -1,5 +1,5 @@
 """torch.distributed.checkpoint.state_dict, torch.save and safetensors on sharded models: one test a row of the README's table
-"What works with it". Under FSDP1 with `stand_in()`; without, it is refused. At 2 ranks, beside a plain model."""
+"What works with it". Under FSDP1 with `replace_torch_fsdp()`; without, it is refused. At 2 ranks, beside a plain model."""
 
 # pyright: reportArgumentType=false
 
@@ -41,7 +41,7 @@ from tests.on_torch.helpers.beside_plain import (
     whole,
 )
 from tests.on_torch.helpers.models import build_net
-from torch_backend import stand_in
+from torch_backend import replace_torch_fsdp
 
 
 def _shard(model, api):
@@ -86,7 +86,7 @@ def _other(found, expected):
 def _got(rank, world_size):
     wrong = []
     for api in APIS:
-        with stand_in() if api in FSDP1 else nullcontext():
+        with replace_torch_fsdp() if api in FSDP1 else nullcontext():
             plain, plain_optimizer, model, optimizer = _run(rank, api)
             expected = get_model_state_dict(plain)
             expected_optim = _by_name(get_optimizer_state_dict(plain, plain_optimizer))
@@ -119,7 +119,7 @@ def _set(rank, world_size):
     """State of a plain model goes into a sharded one, and a sharded one's into another, and they train on alike."""
     wrong = []
     for api in APIS:
-        with stand_in() if api in FSDP1 else nullcontext():
+        with replace_torch_fsdp() if api in FSDP1 else nullcontext():
             plain, plain_optimizer, model, optimizer = _run(rank, api)
             given = {
                 "full": get_state_dict(plain, plain_optimizer, options=StateDictOptions(full_state_dict=True)),
@@ -153,7 +153,7 @@ def test_R36_R37_state_is_set_by_torchs_functions(ranks):
 def _frozen(rank, world_size):
     wrong = []
     for api in ("orig", *FSDP2):  # one flat parameter is trained or frozen as a whole
-        with stand_in() if api in FSDP1 else nullcontext():
+        with replace_torch_fsdp() if api in FSDP1 else nullcontext():
             plain, plain_optimizer, model, optimizer = _run(rank, api, frozen=True)
             options = StateDictOptions(ignore_frozen_params=True)
             found, expected = (get_model_state_dict(each, options=options) for each in (model, plain))
@@ -179,7 +179,7 @@ def _without_stand_in(rank, world_size):
             functools.partial(get_optimizer_state_dict, model, optimizer),
             functools.partial(set_model_state_dict, model, build_net(F64).state_dict()),
         ):
-            said = refusal(call, "stand_in()", "state_dict_type", "optim_state_dict")
+            said = refusal(call, "replace_torch_fsdp()", "state_dict_type", "optim_state_dict")
             wrong += [(api, said)] if said else []
     return wrong
 

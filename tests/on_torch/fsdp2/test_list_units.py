@@ -23,7 +23,7 @@ import torch_backend
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from tests.conftest import EXHAUSTIVE
-from torch_backend import initialise_sharded, load_checkpoint, save_checkpoint, stand_in
+from torch_backend import initialise_sharded, load_checkpoint, replace_torch_fsdp, save_checkpoint
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.recorder import Recorder
 from torch_backend.shards import local_pieces
@@ -156,7 +156,7 @@ def _state_dicts(rank, world_size, case, layout):
     _check_equal(
         {k: _whole(v) for k, v in model.state_dict().items()}, {k: _whole(v) for k, v in reference.state_dict().items()}
     )
-    with stand_in():
+    with replace_torch_fsdp():
         saved, saved_state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
         assert saved_state["state"].keys() == get_optimizer_state_dict(reference, held)["state"].keys()
         other = _shard(_plain(case), case, layout=layout)
@@ -281,7 +281,7 @@ def _sharded_by_transformers(rank, world_size, folder):
     plan = {f"model.layers.{i}": "free_full_weight" for i in range(2)}
     plan |= {"lm_head": "keep_full_weight", "model.norm": "keep_full_weight"}
     mesh = SimpleNamespace(get_mesh=lambda _: init_device_mesh("cpu", (world_size,)))
-    with stand_in():
+    with replace_torch_fsdp():
         fsdp.apply_fully_sharded_data_parallelism(model, mesh, plan, {})
     assert "model.norm, lm_head" in {unit.name for unit in named_units(model)}
     save_checkpoint(f"{folder}/saved", model)

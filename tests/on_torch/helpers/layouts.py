@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from crossframe.layout import FlatLayout, RaggedLayout
 from torch_backend.fully_shard import fully_shard
 from torch_backend.memory._store import ShardStore
-from torch_backend.pieces._piece_place import Place
+from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.ranks._collectives import Communicator
 
 LAYOUTS = ("per_param", "flat", "ragged")
@@ -33,10 +33,10 @@ def shard(model: nn.Module, layout: str, mesh: DeviceMesh | None = None) -> nn.M
     return model
 
 
-def places_of(kind: str, specs: Any, full: list[Tensor], mesh: DeviceMesh) -> tuple[ShardStore, list[Place]]:
+def places_of(kind: str, specs: Any, full: list[Tensor], mesh: DeviceMesh) -> tuple[ShardStore, list[PieceLocation]]:
     """A shard of these parameters by itself, without a module, flat or ragged."""
     shards = Communicator(mesh.get_group(mesh.ndim - 1))
     specs = tuple(specs)
     layout = FlatLayout(specs, shards.size, keep_original=True) if kind == "flat" else RaggedLayout(specs, shards.size)
     store = ShardStore(layout, shards.rank, full)
-    return store, [Place(store, i, mesh, shards) for i in range(len(full))]
+    return store, [PieceLocation(store, i, mesh, shards) for i in range(len(full))]

@@ -9,8 +9,8 @@ import torch
 from crossframe.cli.explain import explain
 from crossframe.operators import TRACE, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
+from crossframe.recording.event_format import BACKWARD, FORWARD, UPDATE
 from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.lines import BACKWARD, FORWARD, UPDATE
 from crossframe.verdict.measure.bounds import bounds_for
 from torch_backend.recorder import script
 from torch_backend.recorder._operator_trace import OperatorTrace

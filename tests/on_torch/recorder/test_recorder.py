@@ -14,7 +14,7 @@ from torch import nn
 
 from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.diagnosis.reduction_fits import sum_error

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
-from crossframe.recording.lines import perturbed_run_folder
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic

@@ -6,10 +6,10 @@ from typing import Any
 LONGEST = 300
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """The repr of a value, cut to a readable length; its type if it has no repr.
 
-    >>> shown("w"), shown(10**10000)
+    >>> quote("w"), quote(10**10000)
     ("'w'", 'an int that cannot be written out')
     """
     try:
@@ -20,10 +20,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def shown_path(path: str | os.PathLike) -> str:
+def quote_path(path: str | os.PathLike) -> str:
     """A path in one readable line: shortened in the middle if it is long, and its repr if it has unprintable characters.
 
-    >>> print(shown_path("runs/a"), shown_path("a\\x1b[2J"))
+    >>> print(quote_path("runs/a"), quote_path("a\\x1b[2J"))
     runs/a 'a\\x1b[2J'
     """
     text = os.fspath(path)
@@ -33,10 +33,10 @@ def shown_path(path: str | os.PathLike) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def shown_error(error: BaseException) -> str:
+def quote_error(error: BaseException) -> str:
     """The message of an error in one line, cut to a readable length.
 
-    >>> shown_error(ValueError("a\\nb"))
+    >>> quote_error(ValueError("a\\nb"))
     'a b'
     """
     text = " ".join(str(error).split())

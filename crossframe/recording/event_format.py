@@ -38,8 +38,8 @@ from typing import Any
 
 from crossframe.errors import RecordingError
 from crossframe.files import parse_json
+from crossframe.quoting import quote, quote_error
 from crossframe.recording.dims import LEAST_DIMS, Order
-from crossframe.shown import shown, shown_error
 
 EVENTS_NAME = "events.jsonl"
 
@@ -143,13 +143,13 @@ def place(
 def check_digest(digest: str) -> None:
     """Raise RecordingError unless this is a sha256 in hex."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise RecordingError(f"expected the sha256 of the batch as 64 hex digits, got {shown(digest)}")
+        raise RecordingError(f"expected the sha256 of the batch as 64 hex digits, got {quote(digest)}")
 
 
 def check_slot(slot: str) -> None:
     """Raise RecordingError unless this is a valid name of an entry of optimizer state."""
     if not isinstance(slot, str) or not _SLOT.fullmatch(slot):
-        raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {shown(slot)}")
+        raise RecordingError(f"expected the name of an optimizer's state, such as 'exp_avg', got {quote(slot)}")
 
 
 def encode(event: str, fields: dict[str, Any]) -> str:
@@ -181,12 +181,12 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         fields = parse_json(line)
     except ValueError as error:
         raise RecordingError(
-            f"{where}: expected JSON, but {shown_error(error)}; damaged, record the run again"
+            f"{where}: expected JSON, but {quote_error(error)}; damaged, record the run again"
         ) from None
     event = fields.get("event") if isinstance(fields, dict) else None
     if not isinstance(event, str) or event not in _FIELDS:
         raise RecordingError(
-            f"{where}: expected an event among {list(_FIELDS)}, got {shown(event)}; record the run again"
+            f"{where}: expected an event among {list(_FIELDS)}, got {quote(event)}; record the run again"
         )
     if framework and event == "activation":
         dims = fields.get("shape")
@@ -195,7 +195,7 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
     _check(fields, _FIELDS[event], event, where)
     if fields.get("rank", rank) != rank:
         raise RecordingError(
-            f"{where}: a line of rank {shown(fields['rank'])} in the folder of rank {rank}; record again"
+            f"{where}: a line of rank {quote(fields['rank'])} in the folder of rank {rank}; record again"
         )
     if "value" in _FIELDS[event] or (event == "count" and "value" in fields):
         _check(fields, {"value": _NUMBER}, event, where)
@@ -208,23 +208,23 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         elif sketch is not None:
             _check(sketch, _SKETCH, name, where)
             if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
-                raise RecordingError(f"{where}: expected a sketch, got {shown(sketch)}; record the run again")
+                raise RecordingError(f"{where}: expected a sketch, got {quote(sketch)}; record the run again")
             sketch["squares"] = _to_float(sketch["squares"], where)
     if event == "activation":
         operator = fields.get("operator", "")
         if not isinstance(operator, str) or len(operator) > _LONGEST_OPERATOR:
             raise RecordingError(
-                f"{where}: expected the name of an operator, got {shown(operator)}; record the run again"
+                f"{where}: expected the name of an operator, got {quote(operator)}; record the run again"
             )
     if not isinstance(fields.get("at", ""), str) or type(fields.get("before", False)) is not bool:
         raise RecordingError(
-            f"{where}: expected the key of a tensor as 'at', got {shown(fields)}; record the run again"
+            f"{where}: expected the key of a tensor as 'at', got {quote(fields)}; record the run again"
         )
     if event == "step":
         _check_step(fields, where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(
-            f"{where}: expected a sha256 as digest, got {shown(fields['digest'])}; record the run again"
+            f"{where}: expected a sha256 as digest, got {quote(fields['digest'])}; record the run again"
         )
     return fields
 
@@ -237,12 +237,12 @@ def _check_step(fields: dict[str, Any], where: str) -> None:
         one = name == "counts" and type(numbers) in _NUMBER
         if not one and (type(numbers) is not list or not all(type(number) in _NUMBER for number in numbers)):
             what = "learning rates" if name == "rates" else "counts of optimizer steps"
-            raise RecordingError(f"{where}: expected {what}, got {shown(numbers)}; record the run again")
+            raise RecordingError(f"{where}: expected {what}, got {quote(numbers)}; record the run again")
         listed: list[float | str] = [numbers] if one else numbers  # type: ignore[list-item]
         converted = [_to_float(number, where) for number in listed]
         fields[name] = converted[0] if one else converted
     if type(fields.get("as", 0)) is not int:
-        raise RecordingError(f"{where}: expected the number of a step as 'as', got {shown(fields['as'])}; record again")
+        raise RecordingError(f"{where}: expected the number of a step as 'as', got {quote(fields['as'])}; record again")
 
 
 def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None:
@@ -252,11 +252,11 @@ def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None
         if type(value) not in kinds:
             raise RecordingError(
                 f"{where}: field {name!r} of a {what!r} line: expected {' or '.join(k.__name__ for k in kinds)}, got "
-                f"{shown(value)}; record the run again"
+                f"{quote(value)}; record the run again"
             )
 
 
 def _to_float(value: float | str, where: str) -> float:
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise RecordingError(f"{where}: expected a number, got {shown(value)}; record the run again")
+        raise RecordingError(f"{where}: expected a number, got {quote(value)}; record the run again")
     return float(value)

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from crossframe.draw import Mark, layout_svg
 from crossframe.layout import Sharding
-from crossframe.recording.lines import WHOLE_ON_RANK
+from crossframe.recording.event_format import WHOLE_ON_RANK
 from crossframe.verdict import Divergence
 
 # As wide as the page on a desktop and on a phone: a drawing is not scaled, so that it can be read.

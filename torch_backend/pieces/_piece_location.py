@@ -1,4 +1,4 @@
-"""Place: the position of a PieceTensor's elements in its parameter, its bucket and its group of ranks."""
+"""PieceLocation: the position of a PieceTensor's elements in its parameter, its bucket and its group of ranks."""
 
 from collections.abc import Hashable
 from functools import cached_property
@@ -12,11 +12,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from crossframe.layout import Layout, Piece
 from torch_backend.memory._store import ShardStore
-from torch_backend.mesh._tensor_parallel import Whole
+from torch_backend.mesh._tensor_parallel import TensorParallelParam
 from torch_backend.ranks._collectives import Communicator
 
 
-class Place:
+class PieceLocation:
     """The place of a parameter in a bucket, shared by the parameter, its gradient and its optimizer state.
 
     Attributes:
@@ -25,14 +25,19 @@ class Place:
         mesh: (shard,) or (replicate, shard). None under FSDP1 without a mesh, where there are no DTensors.
         shards: this rank's shard group.
         shape: shape of the parameter; under tensor parallelism, of its local tensor.
-        whole: the DTensor of tensor parallelism; None for a plain parameter.
+        tp_param: the DTensor of tensor parallelism; None for a plain parameter.
         numel: the number of elements on this rank.
     """
 
     def __init__(
-        self, store: ShardStore, index: int, mesh: DeviceMesh, shards: Communicator, whole: Whole | None = None
+        self,
+        store: ShardStore,
+        index: int,
+        mesh: DeviceMesh,
+        shards: Communicator,
+        tp_param: TensorParallelParam | None = None,
     ) -> None:
-        self.store, self.index, self.mesh, self.shards, self.whole = store, index, mesh, shards, whole
+        self.store, self.index, self.mesh, self.shards, self.tp_param = store, index, mesh, shards, tp_param
         self.shape = torch.Size(store.layout.params[index].shape)
         self.numel = store.pieces[index].numel()
         self._line_specs: dict[torch.dtype, DTensorSpec] = {}
@@ -40,7 +45,7 @@ class Place:
     @property
     def full_shape(self) -> torch.Size:
         """The shape of the parameter in a state dict."""
-        return self.shape if self.whole is None else torch.Size(self.whole.shape)
+        return self.shape if self.tp_param is None else torch.Size(self.tp_param.shape)
 
     @property
     def layout(self) -> Layout:

@@ -1,4 +1,4 @@
-"""The possible verdicts, their order of gravity, and their exit statuses."""
+"""The possible verdicts, and their order of gravity."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -21,20 +21,11 @@ class Verdict(Enum):
     INCOMPARABLE = "incomparable"
 
     @property
-    def exit_status(self) -> int:
-        """The exit status of a command with this verdict: 0 the runs agree, 1 a bug, 3 inconclusive, 4 incomparable, 5 a
-        different computation. Status 2 is a usage error."""
-        return _EXIT_STATUS[self]
+    def agrees(self) -> bool:
+        """Whether the runs agree: EQUAL or ROUNDING."""
+        return self in (Verdict.EQUAL, Verdict.ROUNDING)
 
 
-_EXIT_STATUS = {
-    Verdict.EQUAL: 0,
-    Verdict.ROUNDING: 0,
-    Verdict.BUG: 1,
-    Verdict.INCONCLUSIVE: 3,
-    Verdict.INCOMPARABLE: 4,
-    Verdict.DIFFERENT: 5,
-}
 _GRAVITY = (Verdict.BUG, Verdict.INCOMPARABLE, Verdict.DIFFERENT, Verdict.INCONCLUSIVE, Verdict.ROUNDING, Verdict.EQUAL)
 
 

@@ -1,9 +1,9 @@
-"""`stand_in()`: makes libraries that import torch.distributed.fsdp get the classes of this package.
+"""`replace_torch_fsdp()`: makes libraries that import torch.distributed.fsdp get the classes of this package.
 
 accelerate, lightning, transformers and torch.distributed.checkpoint.state_dict check the class of a sharded model: they import
 torch's FullyShardedDataParallel or FSDPModule and call its static methods. They would treat a model of this package as an
-unsharded one, saving it as such or sharding it again. `stand_in()` replaces these names wherever they were imported. It does not
-use torch's FSDP.
+unsharded one, saving it as such or sharding it again. `replace_torch_fsdp()` replaces these names wherever they were imported.
+It does not use torch's FSDP.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch_backend.fully_sharded_data_parallel import FullyShardedDataParallel
 from torch_backend.sharded_grad_scaler import ShardedGradScaler
 
 _FSDP = "torch.distributed.fsdp"
-_STANDING_IN = {
+_REPLACEMENTS = {
     _FSDP: (
         FullyShardedDataParallel,
         FSDPModule,
@@ -31,8 +31,8 @@ _STANDING_IN = {
     ),
     f"{_FSDP}.sharded_grad_scaler": (ShardedGradScaler,),
 }
-# Their own insides, and what reaches into those: of a model of ours that would find nothing.
-_LEFT_ALONE = (
+# Modules that access the internals of torch's FSDP, which models of this package lack.
+_UNCHANGED = (
     f"{_FSDP}._",
     "torch._dynamo.",
     "torch.distributed._composable.replicate",
@@ -44,7 +44,7 @@ _CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 
 
-class Standing:
+class Replacement:
     """The replaced names, which `remove` or the end of a `with` block restores."""
 
     def __init__(self, replaced: list[tuple[ModuleType, str, Any]]) -> None:
@@ -55,7 +55,7 @@ class Standing:
         while self._replaced:
             setattr(*self._replaced.pop())
 
-    def __enter__(self) -> "Standing":
+    def __enter__(self) -> "Replacement":
         """Return the handle; the names are already replaced."""
         return self
 
@@ -64,7 +64,7 @@ class Standing:
         self.remove()
 
 
-def stand_in() -> Standing:
+def replace_torch_fsdp() -> Replacement:
     """Replace torch's FSDP by this package in all modules of this process that imported it or will import it.
 
     Call it once, before models are sharded. Replaces FullyShardedDataParallel, fully_shard, FSDPModule, UnshardHandle,
@@ -75,7 +75,7 @@ def stand_in() -> Standing:
     Returns:
         A handle whose `remove()` restores torch's names; also a context manager.
 
-    >>> with stand_in():
+    >>> with replace_torch_fsdp():
     ...     import_module("torch.distributed.fsdp").fully_shard is fully_shard
     True
     >>> import_module("torch.distributed.fsdp").fully_shard is fully_shard
@@ -83,7 +83,7 @@ def stand_in() -> Standing:
     """
     ours = {
         id(getattr(import_module(module), entry.__name__)): entry
-        for module, entries in _STANDING_IN.items()
+        for module, entries in _REPLACEMENTS.items()
         for entry in entries
     }
     checkpoint = import_module(_CHECKPOINT)
@@ -95,14 +95,14 @@ def stand_in() -> Standing:
     ]
     for module, name, value in replaced:
         setattr(module, name, ours[id(value)])
-    # It also asks whether the wrappers that it found are whole.
+    # This function also checks the attributes of the wrappers that it finds.
     replaced.append((checkpoint, _STATE_OF, getattr(checkpoint, _STATE_OF)))
     setattr(checkpoint, _STATE_OF, _as_wrapper)
-    return Standing(replaced)
+    return Replacement(replaced)
 
 
 def _globals(module: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(module, ModuleType) and not module.__name__.startswith(_LEFT_ALONE):
+    if isinstance(module, ModuleType) and not module.__name__.startswith(_UNCHANGED):
         yield from list(vars(module).items())
 
 

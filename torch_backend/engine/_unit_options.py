@@ -11,7 +11,7 @@ from torch_backend.ranks._comm_hook import CommHook
 
 
 @dataclass
-class Choices:
+class UnitOptions:
     """The user's options for a unit, some of which may change between steps.
 
     Attributes:
