@@ -286,7 +286,17 @@ def _print(found: Finding, target: Target, names: tuple[str, str], console: Cons
         if op.judged is not None:
             say(f"    recomputed in float64 from the same inputs: {_judgement(op)}")
     if found.factor is not None:
-        say(f"\nthe output in {names[1]} is {found.factor:.6g} times that in {names[0]}")
+        say(f"\nthe output in {names[1]} is {_in_digits(found.factor)} times that in {names[0]}")
+
+
+def _in_digits(factor: float) -> str:
+    """A factor in six digits, or its distance from 1 if these are not enough to tell it from 1.
+
+    >>> _in_digits(0.5), _in_digits(1 - 4.5e-7)
+    ('0.5', '(1 - 4.5e-07)')
+    """
+    digits = f"{factor:.6g}"
+    return digits if digits != "1" else f"(1 {'+' if factor > 1 else '-'} {abs(factor - 1):.2g})"
 
 
 def _is_compiled(recording: Recording) -> bool:

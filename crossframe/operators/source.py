@@ -9,8 +9,12 @@ from pathlib import Path
 
 from crossframe.operators.trace import SourceLine
 
-_OWN = ("torch_backend", "crossframe", "jax_backend", "experiments/__main__.py", "experiments/cli")
-_ROOT = Path(__file__).resolve().parents[2]
+# Not resolved: frames state files as they were found, by way of links.
+_ROOT = Path(__file__).parents[2]
+_OWN = tuple(
+    f"{_ROOT}/{own}"
+    for own in ("torch_backend/", "crossframe/", "jax_backend/", "experiments/__main__.py", "experiments/cli/")
+)
 _PYTHON = tuple(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(site.getsitepackages())
 
@@ -30,12 +34,13 @@ class UserCode:
         self._frameworks = tuple(
             f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()
         )
-        self._libraries = ("<", *self._frameworks, *(str(_ROOT / own) for own in _OWN), *_PYTHON)
+        self._excluded = ("<", *self._frameworks, *_OWN)
 
     def has(self, file: str) -> bool:
-        """Whether a file is the user's. Installed packages other than the frameworks count as the user's."""
-        installed = file.startswith(_INSTALLED) and not file.startswith(self._frameworks)
-        return installed or not file.startswith(self._libraries)
+        """Whether a file is the user's. Installed packages other than the frameworks and this project count as the user's."""
+        if file.startswith(self._excluded):
+            return False
+        return file.startswith(_INSTALLED) or not file.startswith(_PYTHON)
 
     def innermost(self, frames: Iterable[Frame]) -> SourceLine | None:
         """The first of the user's lines; None if there is none.

@@ -173,8 +173,11 @@ class Case:
     @property
     def microbatches(self) -> int:
         """The number of accumulated microbatches per step in the wrong recording, as far as stated or recorded."""
-        stated = self.wrong.manifest.settings.get("accumulate") or 1
-        return max(stated, 1 + max((at[0] for at in self.wrong.activations(self.step)), default=0))
+        return self.microbatches_of(self.wrong)
+
+    def microbatches_of(self, recording: Recording) -> int:
+        stated = recording.manifest.settings.get("accumulate") or 1
+        return max(stated, 1 + max((at[0] for at in recording.activations(self.step)), default=0))
 
     @property
     def reduce_roundoff(self) -> float:

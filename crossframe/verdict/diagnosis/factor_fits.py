@@ -55,34 +55,45 @@ def factor_of(sides: Contrast) -> Factor | None:
     return Factor(value, tolerance / size, min(noise, tolerance) / size, residual, roundoff)
 
 
-def counts_of(manifest: Manifest) -> dict[str, float]:
-    """The counts of a run that gradients are or should be divided by, by name; without counts of 1."""
-    counts = {
-        "the world size": manifest.world_size,
-        "the number of replicas": manifest.mesh.replicate,
-        "the number of shards": manifest.mesh.shard,
-        "the accumulation steps": manifest.settings.get("accumulate", 1),
-        "the samples of a microbatch": manifest.settings.get("batch_size", 1),
-        "the terms of a mean": getattr(manifest, "terms", None) or 1,
-    }
-    numbers = {name: n for name, n in counts.items() if isinstance(n, int | float) and n > 1}
-    # Keep the first of equal counts.
-    return {
-        name: float(n) for name, n in numbers.items() if n not in list(numbers.values())[: list(numbers).index(name)]
-    }
+def counts_of(manifest: Manifest, microbatches: int) -> dict[str, float]:
+    """The counts of a run that gradients are or should be divided by, by name; without counts of 1.
+
+    Args:
+        microbatches: the number of accumulated microbatches of a step.
+    """
+    kinds = (
+        {
+            "the world size": manifest.world_size,
+            "the number of replicas": manifest.mesh.replicate,
+            "the number of shards": manifest.mesh.shard,
+        },
+        {"the accumulation steps": microbatches},
+        {"the samples of a microbatch": manifest.settings.get("batch_size", 1), "the terms of a mean": manifest.terms},
+    )
+    found = {}
+    for counts in kinds:
+        numbers = {name: float(n) for name, n in counts.items() if isinstance(n, int | float) and n > 1}
+        # Of equal counts of one kind the first is kept: all ranks may be shards.
+        found |= {name: n for name, n in numbers.items() if name == next(m for m in numbers if numbers[m] == n)}
+    return found
 
 
 def name_of(value: float, error: float, counts: Mapping[str, float]) -> str | None:
     """Name a factor in terms of counts: a count, its square root or square, a product of two, or an inverse of these.
 
-    Returns None if no name matches, several match, or a match by chance is too likely: a number between value / 2 and 2 * value
-    with uniform logarithm matches a given name with probability at most 2 * error / value / log(4), and the sum over names must
-    be at most `BY_CHANCE`.
+    Equal counts are all named. Returns None if no number matches, several match, or a match by chance is too likely: a number
+    between value / 2 and 2 * value with uniform logarithm matches a given number with probability at most 2 * error / value /
+    log(4), and the sum over numbers must be at most `BY_CHANCE`.
 
     >>> name_of(0.5, 1e-9, {"the world size": 2.0}), name_of(0.1447, 0.12, {"the world size": 2.0})
     ('1 / the world size', None)
+    >>> name_of(2.0, 1e-9, {"the world size": 2.0, "the accumulation steps": 2.0})
+    'the world size or the accumulation steps'
     """
     names: dict[float, str] = {}
+    for name, number in counts.items():
+        for each, text in ((number, name), (1 / number, f"1 / {name}")):
+            names[each] = f"{names[each]} or {text}" if each in names else text
     for name, number in _combinations(counts):
         names.setdefault(number, name)
         names.setdefault(1 / number, f"1 / {name}")
@@ -96,7 +107,6 @@ def name_of(value: float, error: float, counts: Mapping[str, float]) -> str | No
 
 def _combinations(counts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     items = list(counts.items())
-    yield from items
     for name, number in items:
         yield f"the square root of {name}", math.sqrt(number)
     for i, (first, n) in enumerate(items):

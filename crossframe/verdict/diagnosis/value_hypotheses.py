@@ -29,7 +29,8 @@ def constant_factor(case: Case) -> Iterator[Fit]:
         return
     # An activation is more likely scaled by one of its own sizes than by a number of ranks.
     sizes = _sizes(case)
-    counts = [sizes] if sizes else [counts_of(recording.manifest) for recording in (case.wrong, case.right)]
+    runs = (case.wrong, case.right)
+    counts = [sizes] if sizes else [counts_of(run.manifest, case.microbatches_of(run)) for run in runs]
     names = (name_of(factor.value, error, each) for error in (factor.noise, factor.error) for each in counts)
     name = next((name for name in names if name), None)
     also = ""

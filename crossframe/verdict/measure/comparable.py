@@ -194,23 +194,27 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     if min(a.num_steps, b.num_steps) == 0:
         yield f"{first if a.num_steps == 0 else second} has no complete step"
     if a.manifest.world_size != b.manifest.world_size:
+        by_reason: dict[str, list[int]] = {}
         for step in range(min(a.num_steps, b.num_steps)):
-            yield from _other_samples(a, b, step)
+            for reason in _other_samples(a, b, step):
+                by_reason.setdefault(reason, []).append(step)
+        for reason, steps in by_reason.items():
+            later = f" and {len(steps) - 1} later step{'s' * (len(steps) > 2)}" if len(steps) > 1 else ""
+            yield f"at step {steps[0]}{later} {reason}"
 
 
 def _other_samples(a: Recording, b: Recording, step: int) -> Iterator[str]:
+    """What forbids to compare a step at two world sizes."""
     samples = []
     for recording, label in zip((a, b), labels(a, b), strict=True):
         fed = [recording.batch(step, rank).sample_ids for rank in range(recording.manifest.world_size)]
         if not all(fed):
-            yield (
-                f"at step {step} {label} has no sample ids, which are needed to compare different world sizes; record sample_ids"
-            )
+            yield f"{label} has no sample ids, which are needed to compare different world sizes; record sample_ids"
         if len({len(ids) for ids in fed}) > 1:
             yield (
-                f"at step {step} the ranks of {label} have {[len(ids) for ids in fed]} samples: a mean over ranks is not a mean "
+                f"the ranks of {label} have {[len(ids) for ids in fed]} samples: a mean over ranks is not a mean "
                 "over samples, so the result depends on the world size"
             )
         samples.append(sorted(i for ids in fed for i in ids))
     if samples[0] != samples[1]:
-        yield f"at step {step} {labels(a, b)[0]} and {labels(a, b)[1]} have different samples"
+        yield f"{labels(a, b)[0]} and {labels(a, b)[1]} have different samples"

@@ -89,6 +89,12 @@ def test_a_factor_is_called_by_what_the_run_counts(value: float, said: str | Non
     assert name_of(value * (1 + 1e-9), 1e-7, counts) == said
 
 
+def test_equal_counts_are_all_named() -> None:
+    counts = {"the world size": 2.0, "the accumulation steps": 2.0}
+    assert name_of(2.0, 1e-9, counts) == "the world size or the accumulation steps"
+    assert name_of(0.5, 1e-9, counts) == "1 / the world size or 1 / the accumulation steps"
+
+
 def test_a_factor_that_may_be_several_numbers_is_called_by_none() -> None:
     counts = {"the world size": 2.0, "the accumulation steps": 3.0}
     assert name_of(1.9, 0.2, counts) is None  # the square root of 3 is as near

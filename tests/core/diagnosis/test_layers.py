@@ -258,6 +258,16 @@ def test_each_fault_is_named_as_itself(clean, tmp_path, name):
         assert found.verdict is Verdict.BUG and said == signature, (found.diagnosis, found.reason)
 
 
+def test_a_factor_is_named_after_recorded_microbatches(tmp_path):
+    run = Run(microbatches=4)
+    pair = record(tmp_path / "right", run), record(tmp_path / "wrong", replace(run, reduce=lambda g, c: 4 * mean(g, c)))
+    for recording in pair:
+        assert isinstance(recording.manifest.settings, dict)
+        del recording.manifest.settings["accumulate"]
+    found = compare(*pair).diagnosis
+    assert found is not None and "4 times the values of right (the accumulation steps)" in found.evidence
+
+
 CLEAN = {"plain": RIGHT, "uneven": UNEVEN, "parts": PARTS, "single": SINGLE, "layer norm": Run(layer_norm=True)}
 
 

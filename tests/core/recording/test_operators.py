@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import crossframe
 from crossframe.cli.explain import answer
 from crossframe.draw.operators import operators_svg
-from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of
+from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of, source
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
 from crossframe.recording.event_format import FORWARD, UPDATE
@@ -116,9 +118,12 @@ def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, na
 @pytest.mark.parametrize(
     "module", ["crossframe.cli.entry", "crossframe.cli.commands", "crossframe.cli.console", "crossframe.mesh"]
 )
-def test_lines_of_the_command_are_not_the_users(module):
+@pytest.mark.parametrize("installed", [False, True])
+def test_lines_of_the_command_are_not_the_users(module, installed, monkeypatch):
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None
+    if installed:
+        monkeypatch.setattr(source, "_INSTALLED", (str(Path(crossframe.__file__).parents[1]),))
     assert not UserCode().has(spec.origin)
     assert UserCode().has(spec.origin.replace("/experiments/", "/own/").replace("/crossframe/", "/own/"))
 

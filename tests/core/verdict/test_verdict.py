@@ -431,6 +431,10 @@ def test_other_samples_at_another_world_size_are_incomparable(tmp_path):
     synthetic.record(tmp_path / "b", synthetic.manifest(3))
     _edit(tmp_path / "b", "[7, 10]", "[7, 12]")
     assert "at step 1 a and b have different samples" in compare(a, Recording.open(tmp_path / "b")).reason
+    _edit(tmp_path / "b", "[1, 4]", "[1, 5]")
+    assert (
+        "at step 0 and 1 later step a and b have different samples" in compare(a, Recording.open(tmp_path / "b")).reason
+    )
     _edit(tmp_path / "b", "[7, 12]", "[7]")
     found = compare(a, Recording.open(tmp_path / "b"))
     assert found.verdict is Verdict.INCOMPARABLE
