@@ -8,7 +8,7 @@ WORLD_SIZE ?= 2
 FAULTS ?= 200
 WORKERS ?= 2
 
-.PHONY: parity test exhaustive jax-defaults check docs spec mutate format clean
+.PHONY: parity test exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test     the whole test suite, in $(WORKERS) processes"
 	@echo "make exhaustive   the same with every combination and the tests that take long: hours"
 	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
+	@echo "make gpu      tests, parity and benchmarks on a GPU, with the packages of PYTHON; each of its four parts has a target"
 	@echo "make check    formatting, lint, types and import rules"
 	@echo "make docs     the documentation site, in site/"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
@@ -44,6 +45,21 @@ exhaustive: $(INSTALLED)
 
 jax-defaults: $(INSTALLED)
 	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
+
+# A machine with a GPU has its own builds of torch and JAX: nothing is installed. Each part takes less than 10 minutes.
+gpu: gpu-tests gpu-jax gpu-parity gpu-bench
+
+gpu-tests:
+	$(PYTHON) -m pytest -q -m gpu tests/on_torch
+
+gpu-jax:
+	$(PYTHON) -m pytest -q tests/on_jax
+
+gpu-parity:
+	$(PYTHON) -m experiments parity gpt --device cuda --world-size 1
+
+gpu-bench:
+	$(PYTHON) -m experiments bench torch --section gpu --section host --output runs/gpu.md --json runs/gpu.json
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -57,6 +57,12 @@ def test_R26_nccl_bit_for_bit(ranks, api, options):
     assert all(ranks.run(WORLD_SIZE, _train, api, options, backend="nccl"))
 
 
+@pytest.mark.parametrize(("api", "options"), OPTIONS)
+def test_R26_two_gloo_ranks_on_one_device_bit_for_bit(ranks, api, options):
+    """Both ranks compute on the current device, whose sums of two are the same in either order."""
+    assert all(ranks.run(2, _train, api, options, backend="gloo"))
+
+
 def _settings(api):
     """Arguments of FSDP1's constructor that say something on a device alone, or say it otherwise there."""
     low = api.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
