@@ -131,7 +131,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     ):
         verdict, reason = text
     elif envelope:
-        verdict, reason = conclude_by_envelope(pair, findings, where, envelope, diagnosis)
+        verdict, reason = conclude_by_envelope(pair, findings, where, envelope)
     else:
         verdict, reason = conclude_by_bounds(pair, findings, where, island)
     directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None

@@ -1,10 +1,7 @@
 """Derives the verdict from the findings, and writes its reason. `crossframe.report.sentences` writes the headline."""
 
-import numpy as np
-
 from crossframe.recording.event_format import UPDATE
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
-from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.divergence_text import describe
 from crossframe.verdict.envelope import SUFFICIENT_RUNS, Envelope, decisive
 from crossframe.verdict.findings import Findings
@@ -13,7 +10,6 @@ from crossframe.verdict.islands import Island
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.unrecorded import unseen
 from crossframe.verdict.verdicts import Verdict
 
@@ -78,22 +74,16 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
 
 
 def conclude_by_envelope(
-    pair: Pair, findings: Findings, where: Divergence | None, envelope: Envelope, diagnosis: Diagnosis | None = None
+    pair: Pair, findings: Findings, where: Divergence | None, envelope: Envelope
 ) -> tuple[Verdict, str]:
-    """Return the verdict and its reason, from the spread of perturbed runs.
-
-    A quantity beyond its limit must be beyond `decisive` times it for a bug, except where dropout explains it: rounding makes
-    only small elements zero, so zeros in place of large ones are evidence that no further perturbed run can change.
-    """
+    """Return the verdict and its reason, from the spread of perturbed runs."""
     if findings.first is not None and where is not None:
         names, by = labels(pair.a, pair.b), envelope.describe()
         text = describe(findings.first, where, names, by=by, unseen=unseen(pair, where))
-        near, enough = findings.most_beyond, decisive(envelope.num_runs)
-        dropped = diagnosis is not None and diagnosis.signature == "dropout" and _is_zeroed(findings.first.quantity)
-        if findings.first.quantity.bound is not None and near <= enough and not dropped:
+        if not findings.settled:
             return Verdict.INCONCLUSIVE, (
-                f"{text}; but no quantity exceeds {near:.2f} times its bound, and with {envelope.num_runs} perturbed runs "
-                f"{enough:.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
+                f"{text}; but no quantity exceeds {findings.most_beyond:.2f} times its bound, and with {envelope.num_runs} "
+                f"perturbed runs {decisive(envelope.num_runs):.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
             )
         return Verdict.BUG, text
     if findings.equal:
@@ -110,15 +100,6 @@ def conclude_by_envelope(
         chaos = f"but from step {step} on the gradients of the perturbed runs are unrelated, so a bug would not show"
         return Verdict.INCONCLUSIVE, f"{text}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
     return Verdict.ROUNDING, text
-
-
-def _is_zeroed(quantity: Quantity) -> bool:
-    """Whether most of a difference, in squares, is in elements that are exactly zero on one side only."""
-    if quantity.sketched:
-        return False
-    a, b = finite(quantity.a), finite(quantity.b)
-    squares = np.square(a - b)
-    return bool(squares[(a == 0) != (b == 0)].sum() > 0.5 * squares.sum())
 
 
 def conclude_initial_values(pair: Pair) -> tuple[Verdict, str] | None:

@@ -26,13 +26,22 @@ elements that differ least (`inner_distance`).
 For sketches (`crossframe.recording.sketch`), distances are those of their sums. A few wrong elements affect few sums, so the same
 measures exclude them. Steady elements are unknown.
 
+[Note: zeros] Rounding makes an element exactly zero on one side only if the element is as small as its own error (underflow,
+terms that cancel, a threshold such as that of ReLU), or where it flips a decision such as the expert of a token. So zeros in
+place of large elements are evidence, whatever put them there. The perturbed runs show what rounding does: with r the share of
+zeros in a squared distance, E(r) is the mean of theirs. The number of elements near a threshold, and of decisions that are nearly
+equal, is proportional to the size of the rounding, so for a correct recording at a distance d, E(r) is at most d / s times
+theirs. By Markov's inequality its r exceeds 100 times this with a probability of at most 1 / 100. A quantity is decisive without
+further runs if its r does and if the zeros exceed the limit by themselves: such a stage adds at most a hundredth of the rate, as
+in `decisive`. Where the perturbed runs have many zeros, as after ReLU in bfloat16, no r is that large, and more runs are needed.
+
 A distance is never taken to be smaller than one unit in the last place of a typical element: even where all perturbed runs agree,
 another implementation can round to the neighbouring value.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -56,6 +65,8 @@ MIN_RUNS = 2
 Measure = Callable[[np.ndarray, np.ndarray], float]
 SUFFICIENT_RUNS = 8
 """The number of perturbed runs from which on any quantity beyond its limit is a bug."""
+_STAGES = 100.0
+"""The rate of the last stage, at which further perturbed runs are no longer needed, as a multiple of that of an earlier stage."""
 MEASURES: dict[str, Measure] = {
     ACTIVATION: distance,
     FORWARD: distance,
@@ -94,7 +105,7 @@ def decisive(num_runs: int) -> float:
     >>> [round(decisive(k), 1) for k in (2, 4, 8)]
     [10.0, 3.2, 1.0]
     """
-    return 1.0 if num_runs >= SUFFICIENT_RUNS else 100.0 ** (1 / num_runs)
+    return 1.0 if num_runs >= SUFFICIENT_RUNS else _STAGES ** (1 / num_runs)
 
 
 def eccentricity(distances: np.ndarray) -> float:
@@ -119,6 +130,7 @@ class Spread:
         factors: by kind, the multiple of the spread that is allowed.
         of: the spread of each quantity.
         numel: the number of elements of each quantity.
+        zeros: the mean share of zeros in the squared distance of each quantity, if any. See [Note: zeros].
         tallies: the directions in which each perturbed run differs (`crossframe.verdict.direction`).
     """
 
@@ -127,6 +139,7 @@ class Spread:
     factors: dict[str, float]
     of: dict[Key, float]
     numel: dict[Key, int]
+    zeros: dict[Key, float] = field(default_factory=dict)
     tallies: tuple[Tally, ...] = ()
 
     def limit(self, quantity: Quantity, more: float = 0.0) -> float | None:
@@ -138,11 +151,21 @@ class Spread:
         Args:
             more: a multiple of the spread that is allowed in addition to the factor.
         """
-        step, kind, name, _ = place = key_of(quantity)
-        place = place if place in self.of else (step, kind, name, 0)
-        if place not in self.of:
+        if (place := self._place(quantity)) is None:
             return None
-        return (self.factors[kind] + more) * self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
+        return (self.factors[quantity.kind] + more) * self._spread(place, quantity)
+
+    def zeros_by_rounding(self, quantity: Quantity, apart: float) -> float:
+        """The share of zeros that rounding has on average in the square of this distance. See [Note: zeros]."""
+        place = self._place(quantity)
+        return 0.0 if place not in self.zeros else self.zeros[place] * apart / self._spread(place, quantity)
+
+    def _spread(self, place: Key, quantity: Quantity) -> float:
+        return self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
+
+    def _place(self, quantity: Quantity) -> Key | None:
+        step, kind, name, _ = place = key_of(quantity)
+        return next((each for each in (place, (step, kind, name, 0)) if each in self.of), None)
 
 
 def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched: bool = False) -> Spread:
@@ -168,7 +191,13 @@ def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched:
     both = zip(before.tallies, rest.tallies, strict=True)
     tallies = tuple(Tally(first.of | second.of) for first, second in both)
     return Spread(
-        name, len(perturbed), before.factors | rest.factors, before.of | rest.of, before.numel | rest.numel, tallies
+        name,
+        len(perturbed),
+        before.factors | rest.factors,
+        before.of | rest.of,
+        before.numel | rest.numel,
+        before.zeros | rest.zeros,
+        tallies,
     )
 
 
@@ -195,6 +224,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
     """
     found: dict[Key, list[float]] = {}
     numel: dict[Key, int] = {}
+    zeros: dict[Key, float] = {}
     tallies = []
     for pair in pairs:
         tally = Tally()
@@ -210,6 +240,8 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
                 place = key_of(group[0])
                 numel[place] = group[0].numel
                 found.setdefault(place, []).append(math.hypot(apart, least))
+                if share := max(_share_of_zeros(steady.of(quantity)) for quantity in group):
+                    zeros[place] = zeros.get(place, 0.0) + share / len(pairs)
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
     factors = {}
     for kind in MEASURES:
@@ -217,7 +249,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         if strayed:
             factors[kind] = margin(len(pairs)) * max(strayed)
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
-    return Spread(run, len(pairs), factors, of, numel, tuple(tallies))
+    return Spread(run, len(pairs), factors, of, numel, zeros, tuple(tallies))
 
 
 class Steady:
@@ -334,8 +366,23 @@ class Envelope:
         judged = judge(replace(steady, bound=bound))
         if judged.one_sided:
             return judged
-        difference, own = ratio(_apart(steady), steady.scale), judge(quantity)
-        return replace(judged, equal=own.equal, difference=difference, beyond=difference > bound, whole=own.whole)
+        apart, own = _apart(steady), judge(quantity)
+        difference = ratio(apart, steady.scale)
+        beyond, near = difference > bound, difference <= decisive(self.num_runs) * bound
+        return replace(
+            judged,
+            equal=own.equal,
+            difference=difference,
+            beyond=beyond,
+            whole=own.whole,
+            undecided=beyond and near and not self._stands_at_zeros(steady, apart, limit),
+        )
+
+    def _stands_at_zeros(self, quantity: Quantity, apart: float, limit: float) -> bool:
+        """Whether zeros in place of large elements exceed the limit by themselves. See [Note: zeros]."""
+        share, both = _share_of_zeros(quantity), zip(self._sides, self.spreads, strict=True)
+        by_rounding = max(spread.zeros_by_rounding(quantity, apart / quantity.by[side]) for side, spread in both)
+        return math.sqrt(share) * apart > limit and share > _STAGES * by_rounding
 
     def directions(self, dtype: str) -> Directions | None:
         """The results of the tests of directions for all quantities judged so far; None in dtypes without such tests."""
@@ -407,6 +454,15 @@ def key_of(quantity: Quantity) -> Key:
 
 def _apart(quantity: Quantity) -> float:
     return MEASURES[quantity.kind](finite(quantity.a), finite(quantity.b))
+
+
+def _share_of_zeros(quantity: Quantity) -> float:
+    """The share of a squared distance at elements that are exactly zero on one side only; 0 for sketches."""
+    if quantity.sketched or not (zeros := (quantity.a == 0) != (quantity.b == 0)).any():
+        return 0.0
+    a, b = finite(quantity.a), finite(quantity.b)
+    whole = _apart(quantity)
+    return (MEASURES[quantity.kind](np.where(zeros, a, 0.0), np.where(zeros, b, 0.0)) / whole) ** 2 if whole else 0.0
 
 
 def _resolution(quantity: Quantity, dtype: str) -> float:

@@ -23,8 +23,8 @@ class Findings:
         self.in_bits: Judgement | None = None
         # The largest share of its bound that any quantity before `first` uses.
         self.used_before = 0.0
-        # The largest share that any quantity outside its bound uses.
-        self.most_beyond = 0.0
+        # The largest share that any quantity outside its bound uses, and whether no perturbed run can bring one of them inside.
+        self.most_beyond, self.settled = 0.0, False
         self.not_finite: Judgement | None = None
         # The first activation before `first` whose dtypes differ.
         self.other_dtype: Quantity | None = None
@@ -71,7 +71,9 @@ class Findings:
             self.in_bits = max(apart, key=lambda judgement: (judgement.beyond, judgement.whole))
         self.equal = self.equal and equal
         if worst.beyond:
-            self.most_beyond = max(self.most_beyond, *(judgement.used for judgement in group if judgement.beyond), 0.0)
+            beyond = [judgement for judgement in group if judgement.beyond]
+            self.most_beyond = max(self.most_beyond, *(judgement.used for judgement in beyond))
+            self.settled = self.settled or not all(judgement.undecided for judgement in beyond)
         if self.first is None:
             if self.other_dtype is None and q.kind == ACTIVATION and q.dtypes[0] != q.dtypes[1]:
                 self.other_dtype = q

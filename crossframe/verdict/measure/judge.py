@@ -20,6 +20,8 @@ class Judgement:
         one_sided: whether an element is not finite on one side only, or not finite in a different way.
         both_not_finite: whether an element is NaN, or the same infinity, on both sides.
         whole: norm(a - b) / scale.
+        undecided: whether it is beyond its bound, but so little that further perturbed runs may raise the bound above it
+            (`crossframe.verdict.envelope.decisive`).
     """
 
     quantity: Quantity
@@ -29,6 +31,7 @@ class Judgement:
     one_sided: bool
     both_not_finite: bool
     whole: float = 0.0
+    undecided: bool = False
 
     @property
     def used(self) -> float:

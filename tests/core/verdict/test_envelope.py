@@ -80,25 +80,52 @@ def test_what_no_perturbed_run_does_is_a_bug_there(perturbed, tmp_path, phase):
     assert "measured on 4 perturbed runs of a" in found.reason
 
 
-def test_zeros_of_dropout_are_decisive_with_few_perturbed_runs(tmp_path):
-    def half_of_bound(dropped):
-        def change(phase, step, rank, name, array):
-            if (phase, name) != ("output", "block"):
-                return array
-            mask = np.arange(array.size).reshape(array.shape) % 4 != 1
-            return (array * mask * 4 / 3 if dropped else array + 0.55 * array[::-1]).astype(array.dtype)
+def of_block(change):
+    """Changes the output of 'block'."""
 
-        return change
+    def tamper(phase, step, rank, name, array):
+        return change(array).astype(array.dtype) if (phase, name) == ("output", "block") else array
 
-    made = synthetic.manifest(dtype="float32")
-    a = synthetic.record(tmp_path / "a", made)
+    return tamper
+
+
+def every_fourth(array):
+    return np.arange(array.size).reshape(array.shape) % 4 == 1
+
+
+def dropped(array):
+    return np.where(every_fourth(array), 0, array * 4 / 3)
+
+
+ZEROED = {
+    "dropout": (dropped, Verdict.BUG),
+    "unnamed": (lambda array: np.where(every_fourth(array), 0, array + 0.5 * array[::-1]), Verdict.BUG),
+    "small elements": (
+        lambda array: np.where(np.abs(array) < 0.2, 0, array + 0.55 * array[::-1]),
+        Verdict.INCONCLUSIVE,
+    ),
+    "none": (lambda array: array + 0.55 * array[::-1], Verdict.INCONCLUSIVE),
+}
+
+
+@pytest.mark.parametrize(("change", "verdict"), ZEROED.values(), ids=ZEROED)
+def test_zeros_in_place_of_large_elements_are_decisive(tmp_path, change, verdict):
+    """Whatever put them there; other differences between one and 3.2 times the bound ask for more perturbed runs."""
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(dtype="float32"))
     for i in range(1, 5):
-        synthetic.record(tmp_path / "a" / perturbed_run_folder(i), made, tamper=jitter(i, 0.03))
-    dropped = compare(a, run(tmp_path / "dropped", tamper=half_of_bound(True)))
-    assert dropped.verdict is Verdict.BUG and dropped.diagnosis.signature == "dropout", dropped.reason
-    assert 1 < dropped.envelope_used < 3
-    other = compare(a, run(tmp_path / "other", tamper=half_of_bound(False)))
-    assert other.verdict is Verdict.INCONCLUSIVE and 1 < other.envelope_used < 3, other.reason
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=jitter(i, 0.03))
+    found = compare(a, run(tmp_path / "b", tamper=of_block(change)))
+    assert found.verdict is verdict and 1 < found.envelope_used < 3.16, found.reason
+
+
+def test_zeros_that_perturbed_runs_show_too_are_not_decisive(tmp_path):
+    """As those of a threshold: here rounding makes elements zero that are as small as it is."""
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(dtype="float32"))
+    for i in range(1, 5):
+        small = of_block(lambda array: np.where(np.abs(array) < 0.05, 0, array))
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=both(jitter(i, 0.03), small))
+    found = compare(a, run(tmp_path / "b", tamper=of_block(dropped)))
+    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used > 1, found.reason
 
 
 def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
