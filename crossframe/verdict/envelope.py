@@ -31,9 +31,10 @@ terms that cancel, a threshold such as that of ReLU), or where it flips a decisi
 place of large elements are evidence, whatever put them there. The perturbed runs show what rounding does: with r the share of
 zeros in a squared distance, E(r) is the mean of theirs. The number of elements near a threshold, and of decisions that are nearly
 equal, is proportional to the size of the rounding, so for a correct recording at a distance d, E(r) is at most d / s times
-theirs. By Markov's inequality its r exceeds 100 times this with a probability of at most 1 / 100. A quantity is decisive without
-further runs if its r does and if the zeros exceed the limit by themselves: such a stage adds at most a hundredth of the rate, as
-in `decisive`. Where the perturbed runs have many zeros, as after ReLU in bfloat16, no r is that large, and more runs are needed.
+theirs. Then sqrt(r / E(r)) has at most the tail of Student's distribution with k degrees of freedom, as above, and exceeds its
+1 % limit with a probability of 1 / 100. A quantity is decisive without further runs if it does and the zeros exceed the limit by
+themselves: such a stage adds at most a hundredth of the rate, as in `decisive`. Where the perturbed runs have many zeros, as
+after ReLU in bfloat16, no r is that large, and more runs are needed.
 
 A distance is never taken to be smaller than one unit in the last place of a typical element: even where all perturbed runs agree,
 another implementation can round to the neighbouring value.
@@ -50,7 +51,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
+from crossframe.verdict.direction import Casts, Directions, Tally, directions_of, student_limit
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import distance, inner_distance, ratio, trimmed_distance
 from crossframe.verdict.measure.pair import Pair
@@ -65,8 +66,8 @@ MIN_RUNS = 2
 Measure = Callable[[np.ndarray, np.ndarray], float]
 SUFFICIENT_RUNS = 8
 """The number of perturbed runs from which on any quantity beyond its limit is a bug."""
-_STAGES = 100.0
-"""The rate of the last stage, at which further perturbed runs are no longer needed, as a multiple of that of an earlier stage."""
+_EARLIER = 0.01
+"""The rate of a stage after which perturbed runs may be added, as a share of that of the last stage."""
 MEASURES: dict[str, Measure] = {
     ACTIVATION: distance,
     FORWARD: distance,
@@ -105,7 +106,7 @@ def decisive(num_runs: int) -> float:
     >>> [round(decisive(k), 1) for k in (2, 4, 8)]
     [10.0, 3.2, 1.0]
     """
-    return 1.0 if num_runs >= SUFFICIENT_RUNS else _STAGES ** (1 / num_runs)
+    return 1.0 if num_runs >= SUFFICIENT_RUNS else _EARLIER ** (-1 / num_runs)
 
 
 def eccentricity(distances: np.ndarray) -> float:
@@ -382,7 +383,7 @@ class Envelope:
         """Whether zeros in place of large elements exceed the limit by themselves. See [Note: zeros]."""
         share, both = _share_of_zeros(quantity), zip(self._sides, self.spreads, strict=True)
         by_rounding = max(spread.zeros_by_rounding(quantity, apart / quantity.by[side]) for side, spread in both)
-        return math.sqrt(share) * apart > limit and share > _STAGES * by_rounding
+        return math.sqrt(share) * apart > limit and share > student_limit(_EARLIER, self.num_runs) ** 2 * by_rounding
 
     def directions(self, dtype: str) -> Directions | None:
         """The results of the tests of directions for all quantities judged so far; None in dtypes without such tests."""
