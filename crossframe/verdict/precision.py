@@ -26,9 +26,9 @@ steps was not used at that step and is not judged there.
 
 import math
 
-from crossframe.dtypes import FLOATING, coarser, unit_roundoff
-from crossframe.recording import Recording
+from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording.event_format import BACKWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.verdict.measure.bounds import reduces_in
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
@@ -78,13 +78,6 @@ class Implied:
             sizes.of.get(step, {}).get(name) == 0.0 and any(of[name] for of in sizes.of.values())
             for sizes in self._pair.sizes
         )
-
-
-def reduces_in(recording: Recording) -> str:
-    """The dtype in which a recording reduces gradients, or its compute dtype if not stated."""
-    settings = recording.manifest.settings
-    stated = settings.get("reduce_dtype") or settings.get("param_dtype")
-    return stated if stated in FLOATING else recording.manifest.dtype
 
 
 def describe_precisions(pair: Pair, names: tuple[str, str]) -> str:

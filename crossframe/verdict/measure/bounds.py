@@ -19,7 +19,8 @@ differences beyond `COARSE` are located, but neither "rounding" nor "bug" is con
 import math
 from dataclasses import dataclass
 
-from crossframe.dtypes import unit_roundoff
+from crossframe.dtypes import FLOATING, unit_roundoff
+from crossframe.recording import Recording
 
 LOSS_UNITS = 1e-12 / 2.0**-53
 PARAMETER_UNITS = 1e-11 / 2.0**-53
@@ -65,3 +66,10 @@ def bounds_for(dtype: str) -> Bounds:
     u = unit_roundoff(dtype)
     decisive = PARAMETER_UNITS * u < COARSE
     return Bounds(min(LOSS_UNITS * u, COARSE), min(PARAMETER_UNITS * u, COARSE), u, decisive)
+
+
+def reduces_in(recording: Recording) -> str:
+    """The dtype in which a recording reduces gradients, or its compute dtype if not stated."""
+    settings = recording.manifest.settings
+    stated = settings.get("reduce_dtype") or settings.get("param_dtype")
+    return stated if stated in FLOATING else recording.manifest.dtype

@@ -49,6 +49,10 @@ class Clipped:
 
 def clipped_on_one_side(pair: Pair, step: int) -> Clipped | None:
     """The recording that alone has a step's gradients after clipping; None if both recorded them at the same point."""
+    return pair.remember((clipped_on_one_side, step), lambda: _clipped_at(pair, step))
+
+
+def _clipped_at(pair: Pair, step: int) -> Clipped | None:
     typical = [sizes.typical[step] for sizes in pair.sizes]
     if not all(0 < size < np.inf for size in typical):
         return None

@@ -8,27 +8,30 @@ do not distinguish the two cases, because Adam's do not depend on a factor of th
 
 The factor only brings both recordings to the same units. Every quantity is then judged by its own bound, so a wrong loss or
 gradient on one rank or of one parameter is found. If a loop clips its gradients itself, they are recorded after it, and clipping
-takes out any factor. So the unscaled side's reduced gradients must be the mean or the sum of its local gradients. Factors below
-two are never attributed to a scale: the reduced gradients could then agree within the rounding of a coarse dtype although the
-optimizer receives wrong ones.
+takes out any factor. So the unscaled side's reduced gradients must be the mean or the sum of its local gradients, up to the
+roundings of a reduction. Factors below two are never attributed to a scale: the reduced gradients could then agree within the
+rounding of a coarse dtype although the optimizer receives wrong ones.
+
+The factor is the weighted median over all local gradients. Each of them has its own rounding, so the median is uncertain by less
+than the middle half of the factors is wide, and all have the rounding of both losses in common, which is 2 u. A power of two that
+is no farther away is the factor, because scalers use powers of two; nothing depends on this but that no rounding is added.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import BACKWARD, REDUCE
+from crossframe.verdict.measure.bounds import reduces_in
 from crossframe.verdict.measure.clipping import clipped_on_one_side
-from crossframe.verdict.measure.metrics import weighted_median
+from crossframe.verdict.measure.metrics import norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
 
 _LEAST = 2.0
 """The smallest factor that is attributed to a scale."""
-_NEAR = 0.01
-"""The largest relative distance of a factor from an exact one that is attributed to rounding, even in coarse dtypes."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,11 @@ class Scaled:
         )
 
 
-_KNOWN: "WeakKeyDictionary[Pair, dict[int, Scaled | None]]" = WeakKeyDictionary()
-
-
 def scaled_on_one_side(pair: Pair, step: int) -> Scaled | None:
     """The recording that alone multiplies its loss, according to the last step up to this one with local gradients; None if there
     is none."""
-    known = _KNOWN.setdefault(pair, {})
     dense = next((s for s in reversed(pair.steps) if s <= step and _has_local_grads(pair, s)), None)
-    if dense is None:
-        return None
-    if dense not in known:
-        known[dense] = _scaled_at(pair, dense)
-    return known[dense]
+    return None if dense is None else pair.remember((scaled_on_one_side, dense), lambda: _scaled_at(pair, dense))
 
 
 def _has_local_grads(pair: Pair, step: int) -> bool:
@@ -86,7 +81,7 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     for some in ([largest] if names else [], names):
         factors, weights = _factors([pair.rank_values(BACKWARD, step, rank, n)[:2] for n in some for rank in ranks])
         factor = weighted_median(factors, weights) if factors else 0.0
-        if factor <= 0 or max(factor, 1 / factor) < _LEAST * (1 - _NEAR):
+        if factor <= 0 or _is_nearer(max(factor, 1 / factor), 1.0, _LEAST):
             return None
         # A single wrong gradient can have most of the weight.
         if 2 * sum(_is_nearer(each, factor, 1.0) for each in factors) <= len(factors):
@@ -97,28 +92,50 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     given = _factors([pair.assemble(REDUCE, step, name, (0, 0))[:2] for name in reduced])
     if not given[0] or not _is_nearer(weighted_median(*given), 1.0, factor):
         return None
-    power = 2.0 ** round(math.log2(factor))
-    if abs(factor / power - 1) <= min(pair.bounds.parameter, _NEAR):
-        factor = power
+    factor = _power_of_two(factor, factors, weights, 2 * unit_roundoff(pair.dtype))
+    if max(factor, 1 / factor) < _LEAST:
+        return None
     sizes = [float(np.abs(losses[step]).mean()) for losses in pair.losses]
     in_loss = 0 < sizes[0] < math.inf and _is_nearer(sizes[1] / sizes[0], factor, 1.0)
     return Scaled(int(factor > 1), max(factor, 1 / factor), in_loss)
 
 
+def _power_of_two(factor: float, factors: Sequence[float], weights: Sequence[float], common: float) -> float:
+    """The nearest power of two if it is within the uncertainty of a weighted median, else the median.
+
+    Args:
+        common: a relative error that all factors share.
+    """
+    power = 2.0 ** round(math.log2(factor))
+    uncertain = common + weighted_median([abs(each / factor - 1) for each in factors], weights)
+    return power if abs(factor / power - 1) <= uncertain else factor
+
+
 def _only_reduced(pair: Pair, step: int, side: int) -> bool:
-    """Whether the reduced gradients of one side are the mean or the sum of its local gradients."""
+    """Whether the reduced gradients of one side are the mean or the sum of its local gradients, for most of their weight.
+
+    A reduction between R ranks rounds at most R + 2 times: a cast, a division before it, R - 1 additions and a division after
+    it. Each rounding is at most u times a sum of magnitudes, so by the triangle inequality the result c x + e of gradients g_r
+    with the mean x has norm(e) <= (R + 2) u c mean(norm(g_r)), and the factor estimated from it is at most norm(e) / norm(x)
+    away from c (Cauchy-Schwarz).
+    """
     world, recording = pair.a.manifest.world_size, (pair.a, pair.b)[side]
-    both = []
+    u = max(unit_roundoff(dtype) for dtype in (pair.dtype, reduces_in(recording)))
+    agree: dict[float, float] = dict.fromkeys((1.0, float(world), 1.0 / world), 0.0)
+    total = 0.0
     for name in pair.names():
         if recording.has(BACKWARD, step, name) and recording.has(REDUCE, step, name):
             local = [pair.rank_values(BACKWARD, step, rank, name)[:2][side] for rank in range(world)]
             mean = np.mean(np.asarray(local, np.float64), axis=0)
             reduced = pair.assemble(REDUCE, step, name, (0, 0))[:2][side]
-            if mean.size == reduced.size:  # otherwise one is a sketch
-                both.append((mean, reduced))
-    found = _factors(both)
-    factor = weighted_median(*found) if found[0] else 0.0
-    return any(abs(factor / each - 1) <= _NEAR for each in (1.0, float(world), 1.0 / world))
+            if mean.size != reduced.size:  # one is a sketch
+                continue
+            for factor, weight in zip(*_factors([(mean, reduced)]), strict=True):
+                rounding = (world + 2) * u * np.mean([norm(each) for each in local]) / norm(mean)
+                total += weight
+                for exact in agree:
+                    agree[exact] += weight * (abs(factor / exact - 1) <= rounding)
+    return max(agree.values()) > total / 2
 
 
 def _factors(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], list[float]]:

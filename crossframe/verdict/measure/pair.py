@@ -1,7 +1,9 @@
 """Two comparable recordings and properties of the pair."""
 
 import math
+from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
 from crossframe.verdict.measure.values import Sides, assemble, match_values, rank_values
 from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
+
+T = TypeVar("T")
 
 
 class Pair:
@@ -44,7 +48,13 @@ class Pair:
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()
         self.of_other_shapes: dict[tuple[str, str], str] = {}
-        self._update_norms: dict[str, float] = {}
+        self._known: dict[Hashable, Any] = {}
+
+    def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The value of `compute`, which is called once for each key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     @cached_property
     def sizes(self) -> tuple[GradientSizes, GradientSizes]:
@@ -108,15 +118,16 @@ class Pair:
 
     def total_update_norm(self, name: str) -> float:
         """The norm of a parameter's change from its initial value to its last recorded one."""
-        if name not in self._update_norms:
-            last = max((step for step in self.steps if self.a.has(UPDATE, step, name)), default=None)
-            moved = 0.0
-            if last is not None and self.a.has(PARAMETERS, 0, name):
-                ends = (assemble(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
-                initial, final, _ = match_values(name, *ends, by_sketch=self.sketched)
-                moved = distance(finite(final), finite(initial))
-            self._update_norms[name] = moved if math.isfinite(moved) else 0.0
-        return self._update_norms[name]
+        return self.remember((Pair.total_update_norm, name), lambda: self._moved(name))
+
+    def _moved(self, name: str) -> float:
+        last = max((step for step in self.steps if self.a.has(UPDATE, step, name)), default=None)
+        if last is None or not self.a.has(PARAMETERS, 0, name):
+            return 0.0
+        ends = (assemble(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
+        initial, final, _ = match_values(name, *ends, by_sketch=self.sketched)
+        moved = distance(finite(final), finite(initial))
+        return moved if math.isfinite(moved) else 0.0
 
 
 def _dtype_of(a: Recording, b: Recording) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure.loss_scale import _power_of_two
 from tests.core.helpers import synthetic
 from tests.core.helpers.faulty import CLIP, Faults, record
 
@@ -118,3 +119,27 @@ def test_perturbed_runs_measure_in_the_units_of_their_run(tmp_path, measured, si
         found = compare(*pair)
         assert found.verdict is (Verdict.BUG if size else Verdict.ROUNDING), found.reason
         assert found.first_divergence is None or found.first_divergence.phase == BACKWARD
+
+
+@pytest.mark.parametrize(("off", "attributed"), [(1e-7, True), (1e-5, False)], ids=["rounding", "clipping"])
+def test_reduced_gradients_are_the_mean_up_to_the_roundings_of_a_reduction(tmp_path, off, attributed):
+    """Two ranks round four times in float32, by 2.4e-7; anything else may have taken out a factor."""
+
+    def both_times(faults):
+        return replace(faults, mean=lambda *args, of=faults.mean: (1 - off) * of(*args))
+
+    a, b = (
+        record(tmp_path / str(i), both_times(f), noise=i, dtype="float32") for i, f in enumerate((Faults(), scaled()))
+    )
+    found = compare(a, b)
+    assert (found.verdict is not Verdict.BUG) is attributed and bool(found.notes) is attributed, found.reason
+
+
+def test_a_power_of_two_is_the_factor_within_the_uncertainty_of_the_median():
+    common = 2.0**-7
+    for off, snaps in ((0.9 * common, True), (1.1 * common, False)):
+        factor = 1024 * (1 + off)
+        assert (_power_of_two(factor, [factor], [1.0], common) == 1024) is snaps
+    spread = [1024 * (1 + off) for off in (-2e-3, -1e-3, 1e-3, 2e-3, 3e-3)]
+    assert _power_of_two(spread[2], spread, [1.0] * 5, 0.0) == 1024
+    assert _power_of_two(1500.0, [1500.0], [1.0], common) == 1500.0
