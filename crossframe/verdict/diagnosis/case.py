@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, INPUT, OUTPUT, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.pair import Pair
@@ -75,6 +75,25 @@ class Case:
         """The elements to explain, in float64."""
         array = np.asarray(array, np.float64)
         return array if self.start is None else array.reshape(-1)[self.start : self.stop]
+
+    @cached_property
+    def module(self) -> str:
+        """The module that computed the quantity; "" if there is none.
+
+        For an output, it is the quantity's own module. For an input, it is the module whose output it is on the right side, bit
+        for bit, if the wrong side does not call that module but may call a function instead.
+        """
+        here = (self.quantity.microbatch, self.quantity.module, self.quantity.use)
+        if self.quantity.use == OUTPUT:
+            return self.quantity.module
+        order = self.right.activations(self.step)
+        if self.quantity.use != INPUT or here not in order:
+            return ""
+        before = next((at for at in order[: order.index(here)][::-1] if at[0] == here[0] and at[2] == OUTPUT), None)
+        if before is None or before in self.wrong.activations(self.step):
+            return ""
+        computed = self.activation(self.right, self.step, before)
+        return before[1] if computed is not None and np.array_equal(computed, self.both.right) else ""
 
     def swap(self) -> "Case":
         """The case with the other recording assumed to be right."""

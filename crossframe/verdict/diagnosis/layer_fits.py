@@ -1,8 +1,8 @@
-"""Fits differences within a layer: positions, the scale of attention, padding in a norm's mean, the weight of another layer."""
+"""Fits differences within a layer: positions, padding in a norm's mean, the weight of another layer."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,11 +10,11 @@ from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between,
 from crossframe.verdict.diagnosis.module_fits import Normed, one_side
 from crossframe.verdict.measure.metrics import distance, norm
 
+Key = TypeVar("Key", str, int)
 MOST_ROWS = 4
 """The largest shift of positions that is tried."""
 MOST_PADDING = 64
 """The largest amount of padding that is tried."""
-MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,84 +49,6 @@ def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
         if accepted(residual, distance(wrong, right), sides.limit + error):
             return Positions(by, residual, sides.limit + error)
     return None
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The scale of attention scores on both sides.
-
-    Attributes:
-        right, wrong: the factor of q k.
-        uncertainty: the bound on the error of the wrong one.
-    """
-
-    heads: int
-    causal: bool
-    right: float
-    wrong: float
-    uncertainty: float
-    residual: float
-    error: float
-
-
-def attention_of(sides: Contrast, inputs: Sequence[Sequence[np.ndarray]], roundoff: float) -> Attention | None:
-    """Fit the scale of attention scores; None if the sides are not attention of these projections with different scales.
-
-    The right side must be softmax(q k / sqrt(head width)) v; the wrong side's factor is fitted. A sum of n products has an error
-    of n u; there are two of them and a softmax over T terms.
-
-    Args:
-        inputs: (q, k, v) of the right and the wrong side, each of shape (batch, T, width) like the sides.
-        roundoff: unit roundoff of the compute dtype.
-    """
-    x = sides.right
-    if x.ndim != 3 or x.size > MOST_ELEMENTS or x.shape[1] < 2:
-        return None
-    width, length = x.shape[2], x.shape[1]
-    for heads in [h for h in range(1, min(width, 64) + 1) if width % h == 0 and width // h > 1]:
-        usual = 1 / math.sqrt(width // heads)
-        error = 8 * (width // heads + length) * roundoff * norm(x)
-        for causal in (True, False):
-            if distance(x, _attend(inputs[0], heads, usual, causal)) > sides.limit + error:
-                continue
-            factor, residual = _fitted(sides.wrong, inputs[1], heads, usual, causal)
-            near = _attend(inputs[1], heads, factor * (1 + 1e-4), causal)
-            steep = distance(near, _attend(inputs[1], heads, factor, causal)) / (1e-4 * factor)
-            if steep and accepted(residual, sides.difference, sides.limit + error):
-                uncertainty = (sides.limit + error) / steep
-                return Attention(heads, causal, usual, factor, uncertainty, residual, sides.limit + error)
-    return None
-
-
-def _attend(inputs: Sequence[np.ndarray], heads: int, factor: float, causal: bool) -> np.ndarray:
-    q, k, v = (x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2) for x in inputs)
-    scores = factor * (q @ k.swapaxes(2, 3))
-    if causal:
-        scores = np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf)
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return (shares / shares.sum(axis=-1, keepdims=True) @ v).swapaxes(1, 2).reshape(inputs[0].shape)
-
-
-def _fitted(y: np.ndarray, inputs: Sequence[np.ndarray], heads: int, usual: float, causal: bool) -> tuple[float, float]:
-    """(best-fitting factor, residual), by a coarse search followed by Gauss-Newton."""
-
-    def residual(factor: float) -> float:
-        return distance(y, _attend(inputs, heads, factor, causal))
-
-    best = min((usual * 2.0**i for i in np.arange(-8, 8.5, 0.5)), key=residual)
-    for _ in range(30):
-        now = _attend(inputs, heads, best, causal)
-        slope = (_attend(inputs, heads, best * (1 + 1e-6), causal) - now) / (1e-6 * best)
-        step = factor_between(slope, y - now)
-        if (
-            not math.isfinite(step)
-            or abs(step) <= 1e-13 * best
-            or best + step <= 0
-            or residual(best + step) >= residual(best)
-        ):
-            break
-        best += step
-    return best, residual(best)
 
 
 @dataclass(frozen=True)
@@ -189,18 +111,71 @@ def _normed(
     return (x - mean) / np.sqrt(squares / counted + epsilon) * w + b
 
 
+@dataclass(frozen=True)
+class Pooled:
+    """What the right side takes of each sequence, and what the wrong side takes instead.
+
+    Attributes:
+        text, wrong: templates for the positions.
+        counted, total: the number of positions of the right side, and of all positions.
+    """
+
+    text: str
+    wrong: str
+    counted: int
+    total: int
+    residual: float
+    error: float
+
+
+def pooled(sides: Contrast, inputs: tuple[np.ndarray, np.ndarray]) -> Pooled | None:
+    """Fit how a sequence was pooled: over the first positions of each sample on the right side, over all on the wrong side.
+
+    Args:
+        inputs: (batch, positions, width) of the right and the wrong side.
+    """
+    x, y = inputs
+    length = x.shape[1]
+    number = np.arange(1, length + 1)[:, None]
+    error = sides.limit + (length + 2) * sides.roundoff * norm(np.abs(x).mean(axis=1))
+    kinds = (
+        ("has the mean over {}", np.cumsum(x, axis=1) / number),
+        ("has the maximum over {}", np.maximum.accumulate(x, axis=1)),
+        ("has the last of {}", x),
+    )
+    for text, prefixes in kinds:
+        apart = np.sqrt(np.square(prefixes - sides.right[:, None]).sum(axis=-1))
+        last = length - 1 - apart[:, ::-1].argmin(axis=1)  # more positions may have the same maximum
+        if norm(apart.min(axis=1)) > error or (last == length - 1).all():
+            continue
+        counted = int((last + 1).sum())
+        seen = np.arange(length)[None, :, None] <= last[:, None, None]
+        instead = {
+            "mean": (
+                ("has the mean over {}", y.mean(axis=1)),
+                ("divides its sum by the number of {}", (y * seen).mean(axis=1)),
+            ),
+            "maximum": (("has the maximum over {}", y.max(axis=1)),),
+            "last": (("has the last of {}", y[:, -1]),),
+        }
+        for wrong, predicted in next(each for name, each in instead.items() if name in text):
+            if accepted(residual := sides.residual(predicted), sides.difference, error):
+                return Pooled(text, wrong, counted, last.size * length, residual, error)
+    return None
+
+
 def other_kernel(
     sides: Contrast,
     inputs: tuple[np.ndarray, np.ndarray],
     own: tuple[np.ndarray, np.ndarray | None],
-    others: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
+    others: Mapping[Key, tuple[np.ndarray, np.ndarray | None]],
     roundoff: float,
-) -> tuple[str, float, float] | None:
-    """(module, residual, error) of the other module whose weight the wrong side uses; the right side uses its own.
+) -> tuple[Key, float, float] | None:
+    """(key, residual, error) of the other module or step whose weight the wrong side uses; the right side uses its own.
 
     Args:
         own: weight of shape (out, in) and bias of this module.
-        others: the same of other modules, by name.
+        others: the same of other modules by name, or of earlier steps.
     """
 
     def times(x: np.ndarray, pair: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
@@ -220,8 +195,8 @@ def other_scale(
     sides: Contrast,
     inputs: tuple[np.ndarray, np.ndarray],
     own: tuple[np.ndarray, np.ndarray | None],
-    others: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
-) -> tuple[str, float, float] | None:
+    others: Mapping[Key, tuple[np.ndarray, np.ndarray | None]],
+) -> tuple[Key, float, float] | None:
     """`other_kernel` for a norm, whose weight multiplies the last dim. Both inputs must be equal."""
     weight, bias = own
     if weight.ndim != 1 or sides.right.shape[-1] != weight.size or not weight.all():
@@ -237,8 +212,8 @@ def other_scale(
 
 
 def _explained(
-    sides: Contrast, predicted: Mapping[str, np.ndarray], error: float
-) -> Iterator[tuple[str, float, float]]:
+    sides: Contrast, predicted: Mapping[Key, np.ndarray], error: float
+) -> Iterator[tuple[Key, float, float]]:
     for name, value in predicted.items():
         if value.shape == sides.wrong.shape and accepted(residual := sides.residual(value), sides.difference, error):
             yield name, residual, error

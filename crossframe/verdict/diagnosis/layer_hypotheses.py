@@ -1,108 +1,296 @@
 """Hypotheses about layers: positions, attention, padding in a norm, another layer's weight."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from crossframe.recording.event_format import OUTPUT
+from crossframe.recording.event_format import FORWARD, INPUT, OUTPUT
+from crossframe.verdict.diagnosis.attention_fits import (
+    MOST_ELEMENTS,
+    MOST_KEYS,
+    Attention,
+    Change,
+    Projections,
+    attention_of,
+)
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Claim, Fit
-from crossframe.verdict.diagnosis.layer_fits import attention_of, other_kernel, other_scale, padded_norm, positions_off
-from crossframe.verdict.diagnosis.module_hypotheses import input_of, of_both, parameters_of
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
+from crossframe.verdict.diagnosis.layer_fits import (
+    MOST_ROWS,
+    other_kernel,
+    other_scale,
+    padded_norm,
+    pooled,
+    positions_off,
+)
+from crossframe.verdict.diagnosis.module_hypotheses import (
+    Both,
+    affine_parameters,
+    input_of,
+    of_both,
+    parameters_of,
+)
+from crossframe.verdict.measure.metrics import distance
 
+Key = TypeVar("Key", str, int)
+Affine = tuple[np.ndarray, np.ndarray | None]
+"""Weight and bias of a module."""
 NEARBY = 8
 """The number of earlier activations that are tried as projections."""
 
 
 def shifted_positions(case: Case) -> Iterator[Fit]:
-    """Positions are looked up a few rows too early or too late."""
-    shape = case.both.right.shape
-    if len(shape) < 2:
+    """Positions are looked up a few rows too early or too late, in a parameter or in the table of sines and cosines."""
+    if len(case.both.right.shape) < 2:
         return
+    for name, table in _position_tables(case):
+        if found := positions_off(case.sides, table):
+            rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
+            where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
+            text = f"{case.names[1]} looks up each position in {name} {where}"
+            yield Fit("shifted_positions", text, found.residual, found.error, Claim("positions", found.rows))
+
+
+def _position_tables(case: Case) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, table of shape (positions, width)), where a parameter may have leading dims of 1."""
+    length, width = case.both.right.shape[-2:]
     for name, spec in case.right.manifest.params.items():
-        if len(spec.shape) != 2 or spec.shape[1] != shape[-1] or spec.shape[0] < shape[-2]:
+        shape = tuple(spec.shape[-2:])
+        if len(shape) < 2 or spec.numel != shape[0] * shape[1] or shape[1] != width or shape[0] < length:
             continue
-        table = case.as_used(case.right, name)
-        if table is None or not (found := positions_off(case.sides, np.asarray(table, np.float64))):
-            continue
-        rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
-        where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
-        text = f"{case.names[1]} looks up each position in {name!r} {where}"
-        yield Fit("shifted_positions", text, found.residual, found.error, Claim("positions", found.rows))
+        if (table := case.as_used(case.right, name)) is not None:
+            yield repr(name), np.asarray(table, np.float64).reshape(shape)
+    if width % 2 == 0 and case.phase == FORWARD:
+        angles = np.arange(length + MOST_ROWS)[:, None] * 1e4 ** -(np.arange(0, width, 2) / width)
+        waves = np.sin(angles), np.cos(angles)
+        yield "a table of alternating sines and cosines", np.stack(waves, axis=-1).reshape(len(angles), width)
+        yield "a table of sines followed by cosines", np.concatenate(waves, axis=-1)
 
 
-def attention_scale(case: Case) -> Iterator[Fit]:
-    """Attention scores have another scale. The projections must be recorded and enter the scores unchanged, so without rotary
-    positions."""
-    for ats in _projections(case):
-        both = [of_both(case, at) for at in ats]
-        if any(each is None for each in both):
-            continue
-        inputs = [[each[side] for each in both if each is not None] for side in (0, 1)]
-        if len(ats) == 1:
-            inputs = [np.split(one[0], 3, axis=-1) for one in inputs]
-        if found := attention_of(case.both, inputs, case.compute_roundoff):
-            width = case.both.right.shape[2] // found.heads
-            text = (
-                f"attention of {found.heads} heads multiplies scores by {found.right:.6g} (1 / the square root of {width}, "
-                f"a head's width) in {case.names[0]}, and by {found.wrong:.6g} in {case.names[1]}"
-            )
-            yield Fit(
-                "attention_scale", text, found.residual, found.error, Claim("scale", found.wrong, found.uncertainty)
-            )
+def attention(case: Case) -> Iterator[Fit]:
+    """Attention differs in the scale of its scores, in the keys that it masks, in its projections, or in the dtype of its shares.
+
+    The projections must be recorded; rotary positions, groups of heads and masked keys at one end of a sample are recognised.
+    """
+    shape = case.both.right.shape
+    if len(shape) not in (3, 4) or case.quantity.rank is None or math.prod(shape) > MOST_ELEMENTS:
+        return
+    sides = case.both
+    if len(shape) == 4:
+        right, wrong = (side.reshape(*shape[:2], -1) for side in (sides.right, sides.wrong))
+        sides = replace(sides, right=right, wrong=wrong)
+    for inputs in _projections(case, sides.right.shape):
+        if found := attention_of(sides, inputs, case.compute_roundoff):
+            yield _described(case, found)
             return
 
 
-def _projections(case: Case) -> Iterator[list[At]]:
-    """Candidates for q, k and v: three consecutive outputs, or one output three times as wide."""
-    shape, rank = case.both.right.shape, case.quantity.rank
-    if len(shape) != 3 or rank is None:
-        return
-    near: list[At] = []
+def _described(case: Case, found: Change) -> Fit:
+    right, wrong = case.names
+    heads = f"attention of {found.right.heads} heads"
+    claim = Claim(found.kind)
+    match found.kind:
+        case "scale":
+            width = round(1 / found.right.factor**2)
+            signature, text = (
+                "attention_scale",
+                (
+                    f"{heads} multiplies scores by {found.right.factor:.6g} (1 / the square root of {width}, a head's width) in "
+                    f"{right}, and by {found.wrong.factor:.6g} in {wrong}"
+                ),
+            )
+            claim = Claim("scale", found.wrong.factor, found.uncertainty)
+        case "keys":
+            counts = [_num_keys(side, case.both.right.shape) for side in (found.right, found.wrong)]
+            signature, text = (
+                "padding_counted",
+                (
+                    f"{heads} masks keys: over all samples it sees {counts[0]} keys in {right} and {counts[1]} in {wrong}"
+                ),
+            )
+        case "exchanged":
+            signature, text = "mixed_parameters", f"{heads} uses queries as keys and keys as queries in {wrong}"
+        case "scrambled":
+            signature, text = (
+                "transposed",
+                (
+                    f"{heads} reads (positions, width) as (heads, positions, head width) in {wrong}, without exchanging dims"
+                ),
+            )
+        case dtype:
+            signature, text = "low_precision", f"{heads} rounds its scores or shares to {dtype} in {wrong}"
+    return Fit(signature, text, found.residual, found.error, claim)
+
+
+def _num_keys(side: Attention, shape: tuple[int, ...]) -> int:
+    return int(side.keys.sum()) if side.keys is not None else shape[0] * shape[1]
+
+
+def _projections(case: Case, shape: tuple[int, ...]) -> Iterator[tuple[Projections, Projections]]:
+    """Candidates for the projections of both sides: three of the nearest outputs, or one output that contains all three."""
+    yield from _inside_module(case)
+    near: list[tuple[At, tuple[np.ndarray, np.ndarray]]] = []
     for at in case.earlier(same_shape=False):
-        if at[2] != OUTPUT:
+        if at[2] != OUTPUT or (both := of_both(case, at)) is None:
             continue
-        given = case.right.activation_shape(case.step, rank, *at)
-        if given == (*shape[:2], 3 * shape[2]):
-            yield [at]
-        if given == shape:
-            near.append(at)
+        if (flat := _by_position(both, shape)) is None:
+            continue
+        yield from _contained(flat, shape)
+        near.append((at, flat))
         if len(near) == NEARBY:
             break
     for i in range(len(near) - 2):
-        yield near[i : i + 3][::-1]
+        v, k, q = near[i : i + 3]
+        yield from _of_three(q[1], k[1], v[1])
+    normed = [
+        each for each in near if len(case.right.activation_shape(case.step, case.quantity.rank or 0, *each[0])) == 4
+    ]
+    if len(normed) >= 2:
+        for value in near:
+            if value not in normed[:2]:
+                yield from _of_three(normed[1][1], normed[0][1], value[1])
+
+
+def _of_three(q: Both, k: Both, v: Both) -> Iterator[tuple[Projections, Projections]]:
+    if k[0].shape == v[0].shape and q[0].shape[-1] % k[0].shape[-1] == 0:
+        yield Projections(q[0], k[0], v[0]), Projections(q[1], k[1], v[1])
+
+
+def _by_position(both: Both, shape: tuple[int, ...]) -> Both | None:
+    """Both sides as (batch, positions, width); None for other shapes."""
+    first, second = both
+    if first.ndim == 4 and first.shape[1] != shape[1] and first.shape[2] == shape[1]:
+        first, second = first.swapaxes(1, 2), second.swapaxes(1, 2)
+    if first.ndim not in (3, 4) or first.shape[0] != shape[0]:
+        return None
+    return first.reshape(*first.shape[:2], -1), second.reshape(*second.shape[:2], -1)
+
+
+def _contained(both: Both, shape: tuple[int, ...]) -> Iterator[tuple[Projections, Projections]]:
+    """Queries, keys and values next to each other, or next to each other in each head."""
+    wide, width = both[0].shape[-1], shape[-1]
+    if both[0].shape[:2] != shape[:2] or wide <= width or (wide - width) % 2:
+        return
+    narrow = (wide - width) // 2
+    if width % narrow:
+        return
+    cut = width + narrow
+    first, second = (Projections(side[..., :width], side[..., width:cut], side[..., cut:]) for side in both)
+    yield first, second
+    for heads in [h for h in range(2, min(width, 64) + 1) if narrow == width and width % h == 0 and width // h > 1]:
+        parts = [side.reshape(*side.shape[:2], heads, 3, -1) for side in both]
+        q, k, v = ([part[..., i, :].reshape(shape) for part in parts] for i in range(3))
+        first, second = (Projections(q[side], k[side], v[side]) for side in (0, 1))
+        yield first, second
+
+
+def _inside_module(case: Case) -> Iterator[tuple[Projections, Projections]]:
+    """Projections by the parameters of a module that computes attention as a whole, as torch.nn.MultiheadAttention does."""
+    given, module = input_of(case), case.quantity.module
+    names = [f"{module}.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
+    if given is None or any(name not in case.right.manifest.params for name in names):
+        return
+    values = [np.asarray(value, np.float64) for name in names if (value := case.as_used(case.right, name)) is not None]
+    if len(values) < len(names) or given[0].ndim != 3 or given[0].shape[-1] != values[0].shape[1]:
+        return
+    enter, enter_bias, weight, bias = values
+    first, second = (_projected(x @ enter.T + enter_bias, (weight, bias)) for x in given)
+    yield first, second
+
+
+def _projected(x: np.ndarray, after: tuple[np.ndarray, np.ndarray]) -> Projections:
+    q, k, v = np.split(x, 3, axis=-1)
+    return Projections(q, k, v, after)
 
 
 def padding_in_norm(case: Case) -> Iterator[Fit]:
     """The mean of a norm includes padding."""
-    given, params = input_of(case), parameters_of(case)
-    if given is None or params is None or params[0].ndim != 1:
+    if (given := input_of(case)) is None:
         return
-    if found := padded_norm(case.sides, given, *params, case.compute_roundoff):
-        text = (
-            f"{case.quantity.module} is a {found.text} over {found.numel} elements in {case.names[0]}; in {case.names[1]} its "
-            f"mean is over {found.counted}, {found.counted - found.numel} of which are padding"
-        )
-        yield Fit("padding_counted", text, found.residual, found.error, Claim("counted", found.counted))
+    for weight, bias in affine_parameters(case):
+        if found := padded_norm(case.sides, given, weight, bias, case.compute_roundoff):
+            text = (
+                f"{case.quantity.module} is a {found.text} over {found.numel} elements in {case.names[0]}; in {case.names[1]} "
+                f"its mean is over {found.counted}, {found.counted - found.numel} of which are padding"
+            )
+            yield Fit("padding_counted", text, found.residual, found.error, Claim("counted", found.counted))
+            return
+
+
+def padding_in_pooling(case: Case) -> Iterator[Fit]:
+    """A mean, a maximum or the last position of a sequence counts padding at its end."""
+    shape, rank = case.both.right.shape, case.quantity.rank
+    if len(shape) != 2 or rank is None or case.phase != FORWARD:
+        return
+    tried = 0
+    for at in case.earlier(same_shape=False):
+        given = case.right.activation_shape(case.step, rank, *at)
+        if len(given) != 3 or (given[0], given[2]) != shape or not 1 < given[1] <= MOST_KEYS:
+            continue
+        if (both := of_both(case, at)) is not None and (found := pooled(case.sides, both)):
+            text = (
+                f"{case.names[0]} {found.text.format(f'the first {found.counted} of {found.total} positions')} of the {at[2]} of "
+                f"{at[1]}, {case.names[1]} {found.wrong.format('all positions')}"
+            )
+            yield Fit("padding_counted", text, found.residual, found.error, Claim("pooled"))
+            return
+        tried += 1
+        if tried == NEARBY:
+            return
+
+
+def modules_exchanged(case: Case) -> Iterator[Fit]:
+    """Modules run in another order: another module has the input that this one should have."""
+    if case.quantity.use != INPUT or not case.quantity.module or case.quantity.rank is None:
+        return
+    shape = case.both.right.shape
+    here = (case.quantity.microbatch, case.quantity.module, case.quantity.use)
+    for at in case.right.activations(case.step):
+        alike = at[0] == here[0] and at[2] == INPUT and at[1] != here[1]
+        if not alike or at not in case.wrong.activations(case.step):
+            continue
+        if (
+            case.right.activation_shape(case.step, case.quantity.rank, *at) != shape
+            or (both := of_both(case, at)) is None
+        ):
+            continue
+        residual = distance(both[1], case.both.right)
+        if distance(both[0], case.both.right) > 2 * case.limit and accepted(residual, case.both.difference, case.limit):
+            text = f"in {case.names[1]} {at[1]} has the input that {here[1]} has in {case.names[0]}: modules run in another order"
+            yield Fit("mixed_parameters", text, residual, 0.0, Claim("order"))
+            return
 
 
 def other_layer(case: Case) -> Iterator[Fit]:
     """A module uses the weight of another module with the same shape, for example after units were gathered in the wrong
-    order."""
+    order, or its own weight of an earlier step."""
     given, params = input_of(case), parameters_of(case)
     if given is None or params is None or params[0].ndim not in (1, 2):
         return
     others = {}
     for name, spec in case.right.manifest.params.items():
         module = name.rpartition(".")[0]
-        if spec.shape == params[0].shape and module != case.quantity.module:
+        if spec.shape == params[0].shape and module != case.module:
             theirs = parameters_of(case, module)
             if theirs is not None and theirs[0].shape == params[0].shape:
                 others[module] = theirs
-    found = other_scale(case.sides, given, params, others)
-    if found := found or other_kernel(case.sides, given, params, others, case.compute_roundoff):
-        text = f"{case.quantity.module} uses the weight of {found[0]} in {case.names[1]} and its own weight in {case.names[0]}"
-        yield Fit("mixed_parameters", text, found[1], found[2], Claim("mixed"))
+    earlier = {step: old for step in range(case.step) if (old := parameters_of(case, step=step)) is not None}
+    for used in (others, _with_own_bias(others, params), earlier, _with_own_bias(earlier, params)):
+        found = other_scale(case.sides, given, params, used)
+        if found := found or other_kernel(case.sides, given, params, used, case.compute_roundoff):
+            which, signature = f"the weight of {found[0]}", "mixed_parameters"
+            if used is not others and isinstance(found[0], int):
+                which, signature = f"its weight before step {found[0]}", "stale_copy"
+            text = f"{case.module} uses {which} in {case.names[1]} and its own weight in {case.names[0]}"
+            yield Fit(signature, text, found[1], found[2], Claim(signature))
+            return
 
 
-ALL = (shifted_positions, attention_scale, padding_in_norm, other_layer)
+def _with_own_bias(others: Mapping[Key, Affine], own: Affine) -> dict[Key, Affine]:
+    return {name: (weight, own[1]) for name, (weight, _) in others.items()} if own[1] is not None else {}
+
+
+ALL = (shifted_positions, attention, padding_in_norm, padding_in_pooling, modules_exchanged, other_layer)

@@ -34,6 +34,8 @@ class Normed:
 
     def broadcast(self, weight: np.ndarray, ndim: int) -> np.ndarray:
         """A weight or bias in a shape that broadcasts against inputs with `ndim` dims, split into groups."""
+        if weight.ndim > 1 and self.weight_dim == ndim - 1:
+            return weight
         shape = [weight.size if dim == self.weight_dim else 1 for dim in range(ndim)]
         return self.split(weight.reshape(shape))
 
@@ -64,15 +66,18 @@ class Epsilons:
     residual: float
 
 
-def norm_kinds(shape: Sequence[int], numel: int) -> Iterator[Normed]:
-    """The kinds of norms that match a weight of `numel` elements: layer norm and RMS norm over the last dim, batch norm over all
-    dims except channels, group norm and instance norm over the channels of a group in each sample."""
-    dims = tuple(range(len(shape)))
-    if len(shape) >= 2 and shape[-1] == numel:
-        yield Normed("layer norm", dims[-1:], True, dims[-1])
-        yield Normed("RMS norm", dims[-1:], False, dims[-1])
+def norm_kinds(shape: Sequence[int], weight: Sequence[int]) -> Iterator[Normed]:
+    """The kinds of norms that match the shape of a weight: layer norm and RMS norm over the last dims or over channels, batch
+    norm over all other dims, group norm and instance norm over the channels of a group in each sample."""
+    dims, numel = tuple(range(len(shape))), math.prod(weight)
+    if len(shape) > len(weight) > 0 and tuple(shape[-len(weight) :]) == tuple(weight):
+        yield Normed("layer norm", dims[-len(weight) :], True, dims[-1])
+        yield Normed("RMS norm", dims[-len(weight) :], False, dims[-1])
     if len(shape) >= 2 and shape[1] == numel:
         yield Normed("batch norm", (0, *dims[2:]), True, 1)
+        if len(shape) > 3:
+            yield Normed("layer norm over channels", (1,), True, 1)
+            yield Normed("RMS norm over channels", (1,), False, 1)
         for groups in (each for each in range(1, numel + 1) if numel % each == 0):
             if groups < numel or len(shape) > 2:
                 text = (
@@ -97,7 +102,7 @@ def norm_epsilons(
         inputs: of the right and the wrong side.
         roundoff: unit roundoff of the output's dtype.
     """
-    for kind in norm_kinds(sides.right.shape, weight.size):
+    for kind in norm_kinds(sides.right.shape, weight.shape):
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         right, wrong = (
@@ -135,7 +140,7 @@ def rounded_epsilons(
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
 
-    for kind in norm_kinds(sides.right.shape, weight.size):
+    for kind in norm_kinds(sides.right.shape, weight.shape):
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         found: list[tuple[float, float] | None] = []
@@ -313,8 +318,17 @@ def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | 
     residual = sides.residual(predicted)
     if not accepted(residual, sides.difference, tolerance):
         return None
-    luck = 5 * math.sqrt(share * (1 - share) / total)
+    luck = 5 * math.sqrt(share * (1 - share) / _num_units(away, kept))
     return Dropped(share, factor, total, residual) if abs((1 - 1 / factor) - share) <= luck else None
+
+
+def _num_units(away: np.ndarray, kept: np.ndarray) -> int:
+    """The number of independent decisions of a mask: elements, or whole channels or samples that are dropped or kept together."""
+    for stop in range(1, away.ndim):
+        dropped, stays = (each.reshape(math.prod(each.shape[:stop]), -1).any(axis=1) for each in (away, kept))
+        if not (dropped & stays).any():
+            return int((dropped | stays).sum())
+    return int((away | kept).sum())
 
 
 def two_masks_of(sides: Contrast) -> Dropped | None:

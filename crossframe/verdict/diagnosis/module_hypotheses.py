@@ -48,23 +48,36 @@ Both = tuple[np.ndarray, np.ndarray]
 
 def norm_epsilon(case: Case) -> Iterator[Fit]:
     """The epsilons of a norm differ. Symmetric, so tried with one assignment of sides only."""
-    given, params = input_of(case), parameters_of(case)
-    if case.swapped or given is None or params is None or params[0].ndim != 1:
+    if case.swapped:
         return
-    found = norm_epsilons(case.sides, given, *params, case.compute_roundoff)
-    if found is None and case.compute_roundoff >= COARSE and case.quantity.dtypes[0] == case.quantity.dtypes[1]:
-        found = rounded_epsilons(case.sides, given, *params, case.quantity.dtypes[0])
-    if found is not None:
+    for what, given, weight, bias in _norms(case):
+        found = norm_epsilons(case.sides, given, weight, bias, case.compute_roundoff)
+        if found is None and case.compute_roundoff >= COARSE and case.quantity.dtypes[0] == case.quantity.dtypes[1]:
+            found = rounded_epsilons(case.sides, given, weight, bias, case.quantity.dtypes[0])
+        if found is None:
+            continue
         uncertainty = found.right.uncertainty + found.wrong.uncertainty
-        text = f"{case.quantity.module} is a {found.text} with different epsilons"
+        text = f"{what} is a {found.text} with different epsilons"
         if abs(found.right.value - found.wrong.value) > uncertainty:
             text = (
-                f"{case.quantity.module} is a {found.text} with an epsilon of {found.right} in {case.names[0]} and "
+                f"{what} is a {found.text} with an epsilon of {found.right} in {case.names[0]} and "
                 f"{found.wrong} in {case.names[1]}{f' (+- {uncertainty:.0e})' if uncertainty else ''}"
             )
-        yield Fit(
-            "norm_epsilon", text, found.residual, 0.0, Claim("epsilon", found.wrong.value, found.wrong.uncertainty)
-        )
+        claim = Claim("epsilon", found.wrong.value, found.wrong.uncertainty)
+        yield Fit("norm_epsilon", text, found.residual, 0.0, claim)
+        return
+
+
+def _norms(case: Case) -> Iterator[tuple[str, Both, np.ndarray, np.ndarray | None]]:
+    """(description, input, weight, bias) of a norm that may have computed the quantity: the module, or a function of an earlier
+    activation without parameters, whose module is not recorded."""
+    if (given := input_of(case)) is not None:
+        for weight, bias in affine_parameters(case):
+            yield case.module, given, weight, bias
+    elif case.quantity.use == INPUT:
+        for at in _nearby(case):
+            if (both := of_both(case, at)) is not None:
+                yield f"the input of {case.quantity.module}", both, np.ones(case.both.right.shape[-1]), None
 
 
 def tanh_gelu(case: Case) -> Iterator[Fit]:
@@ -116,9 +129,7 @@ def transposed_kernel(case: Case) -> Iterator[Fit]:
     if given is None or params is None or params[0].ndim not in (2, 4):
         return
     if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
-        text = (
-            f"{case.names[0]} uses the weight of {case.quantity.module} unchanged, {case.names[1]} uses it {found[0]}"
-        )
+        text = f"{case.names[0]} uses the weight of {case.module} unchanged, {case.names[1]} uses it {found[0]}"
         yield Fit("transposed", text, found[1], 0.0, Claim("kernel"))
 
 
@@ -150,10 +161,17 @@ def factor_of_branch(case: Case) -> Iterator[Fit]:
 
 
 def input_of(case: Case) -> Both | None:
-    """The module's input on both sides, if the quantity is its output."""
-    if case.quantity.use != OUTPUT or not case.quantity.module:
+    """The input of the module that computed the quantity on both sides; None if no module did.
+
+    A side that calls a function instead of the module has no input of its own, and the other side's is used.
+    """
+    if not (module := case.module):
         return None
-    return of_both(case, (case.quantity.microbatch, case.quantity.module, INPUT))
+    at = (case.quantity.microbatch, module, INPUT)
+    if (both := of_both(case, at)) is not None or case.quantity.use == OUTPUT:
+        return both
+    given = case.activation(case.right, case.step, at)
+    return None if given is None else (np.asarray(given, np.float64), np.asarray(given, np.float64))
 
 
 def of_both(case: Case, at: At) -> Both | None:
@@ -164,19 +182,44 @@ def of_both(case: Case, at: At) -> Both | None:
     return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
 
 
-def parameters_of(case: Case, module: str = "") -> tuple[np.ndarray, np.ndarray | None] | None:
-    """(weight, bias) of a module (default: that of the quantity) as the rank used them; None without exactly one weight."""
-    module = module or case.quantity.module
+def parameters_of(
+    case: Case, module: str = "", *, step: int | None = None
+) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """(weight, bias) of a module (default: that of the quantity) as the rank used them, or as they were before an earlier step of
+    the wrong side; None without exactly one weight."""
+    module = module or case.module
     own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     weights = [name for name in own if not name.endswith("bias")]
     biases = [name for name in own if name.endswith("bias")]
     if len(weights) != 1 or len(biases) > 1:
         return None
-    found = [case.as_used(case.right, name) for name in (*weights, *biases)]
+    names = (*weights, *biases)
+    found = [case.as_used(case.right, name) if step is None else case.before(case.wrong, step, name) for name in names]
     if any(value is None for value in found):
         return None
     values = [np.asarray(value, np.float64) for value in found]
     return values[0], values[1] if biases else None
+
+
+def affine_parameters(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Candidates for (weight, bias) of a norm, whatever they are called; ones and None for a norm without parameters.
+
+    A weight w may multiply as 1 + w, as in Gemma.
+    """
+    shape = case.both.right.shape
+    own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == case.module]
+    found = [case.as_used(case.right, name) for name in own]
+    values = [np.asarray(value, np.float64) for value in found if value is not None]
+    if len(values) < len(own) or len(own) > 2:
+        return
+    for value in values or [np.ones(size) for size in dict.fromkeys((shape[-1], shape[min(1, len(shape) - 1)]))]:
+        others = [other for other in values if other is not value]
+        if others and others[0].shape != value.shape:
+            return
+        bias = others[0] if others else None
+        yield value, bias
+        if bias is None and values:
+            yield 1 + value, bias
 
 
 def _nearby(case: Case) -> list[At]:

@@ -494,6 +494,8 @@ NORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
     "group norm of 2 groups": ((9, 4, 3, 3), (2, 3, 4), True),
     "group norm of 1 group": ((9, 4, 3), (2, 3), True),
     "instance norm": ((9, 4, 3, 3), (2, 3), True),
+    "layer norm over channels": ((9, 4, 3, 3), (1,), True),
+    "RMS norm over channels": ((9, 4, 3, 3), (1,), False),
 }
 OF_CHANNELS = frozenset(NORMS) - {"layer norm", "RMS norm"}
 
@@ -527,6 +529,23 @@ def test_epsilons_of_norms_are_read_off_their_outputs(kind: str, first: tuple, s
     for epsilon, (value, under_root) in ((found.right, first), (found.wrong, second)):
         assert abs(epsilon.value - value) <= epsilon.uncertainty and epsilon.under_root == under_root, (kind, epsilon)
     assert norm_epsilons(Contrast.of(outputs[0], 1.001 * outputs[0] ** 3, 1e-7), (x, x), w, b, 2.0**-24) is None
+
+
+def test_a_norm_over_the_last_dims_together() -> None:
+    x, (w, b) = drawn(1, 6, 3, 4), drawn(2, 2, 3, 4)
+    centred = x - x.mean((1, 2), keepdims=True)
+    first, second = (centred / np.sqrt(centred.var((1, 2), keepdims=True) + each) * w + b for each in (1e-5, 1e-3))
+    found = norm_epsilons(Contrast.of(first, second, 1e-12), (x, x), w, b, 2.0**-53)
+    assert found is not None and found.text == "layer norm" and abs(found.wrong.value - 1e-3) < 1e-9
+
+
+def test_channels_and_samples_that_are_dropped_as_a_whole() -> None:
+    x, rng = drawn(1, 8, 16, 5, 5), np.random.default_rng(0)
+    for shape, p in (((8, 16, 1, 1), 0.2), ((8, 1, 1, 1), 0.3)):
+        kept = rng.random(shape) >= p
+        wrong = np.where(kept, x / (1 - p), 0.0)
+        found = dropout_of(Contrast.of(x, wrong, 1e-12))
+        assert found is not None and abs(1 - 1 / found.factor - p) < 1e-9, shape
 
 
 @pytest.mark.parametrize("kind", NORMS)

@@ -17,6 +17,9 @@ from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.verdict import PairVerdict, Verdict, compare
+from crossframe.verdict.diagnosis.attention_fits import Attention, Projections, attention_of
+from crossframe.verdict.diagnosis.fit import Contrast
+from crossframe.verdict.diagnosis.layer_fits import pooled
 
 WORDS, WIDTH, LENGTH, SAMPLES, HEADS = 40, 8, 6, 3, 2
 UNITS = {
@@ -42,19 +45,33 @@ def drawn(text: str, *shape: int) -> np.ndarray:
     return np.random.default_rng(list(text.encode())).standard_normal(shape)
 
 
-def rms(x: np.ndarray, counted: int = WIDTH, centred: bool = False) -> np.ndarray:
+def rms(x: np.ndarray, counted: int = WIDTH, centred: bool = False, epsilon: float = 1e-5) -> np.ndarray:
     mean = x.sum(-1, keepdims=True) / counted if centred else 0.0
     squares = np.square(x - mean).sum(-1, keepdims=True) + (counted - WIDTH) * np.square(mean)
-    return (x - mean) / np.sqrt(squares / counted + 1e-5)
+    return (x - mean) / np.sqrt(squares / counted + epsilon)
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(numpy_dtype(dtype)).astype(np.float64)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, shares_in: str) -> np.ndarray:
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Rotary positions of (batch, heads, LENGTH, width)."""
+    half = x.shape[-1] // 2
+    angle = np.arange(LENGTH)[:, None] * 1e4 ** -(np.arange(half) / half)
+    turned = np.concatenate([-x[..., half:], x[..., :half]], -1)
+    return x * np.tile(np.cos(angle), 2) + turned * np.tile(np.sin(angle), 2)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, run: "Run") -> np.ndarray:
     q, k, v = (x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2) for x in (q, k, v))
-    scores = np.where(np.tri(LENGTH, dtype=bool), scale * q @ k.swapaxes(2, 3), -np.inf)
+    if run.rotary:
+        q, k = rotated(q), rotated(k)
+    scores = run.scale * q @ k.swapaxes(2, 3)
+    scores = np.where(np.tri(LENGTH, dtype=bool), scores, -np.inf) if run.causal else scores
+    keys = np.arange(LENGTH) < LENGTH - np.arange(len(q))[:, None] * run.padding
+    scores = np.where(keys[:, None, None], scores, -np.inf)
+    shares_in = run.shares_in
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares = cast(shares / shares.sum(-1, keepdims=True), shares_in)
     return (shares @ v).swapaxes(1, 2).reshape(-1, LENGTH, WIDTH)
@@ -80,6 +97,12 @@ class Run:
     shares_in: str = "float64"
     loss_in: str = "float64"
     scale: float = (WIDTH / HEADS) ** -0.5
+    rotary: bool = False
+    causal: bool = True
+    padding: int = 0
+    exchanged: bool = False
+    epsilon: float = 1e-5
+    runs_first: int = 0
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
     local: Callable[[int, list[np.ndarray]], list[np.ndarray]] = lambda rank, own: own
@@ -133,16 +156,16 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
 
                 tok = tell("tok", "output", p["tok.weight"][tokens], True)
                 x = tok + p["pos.weight"][run.shift : run.shift + LENGTH]
-                for i in range(2):
+                for i in (run.runs_first, 1 - run.runs_first):
                     at, of = f"blocks.{i}", f"blocks.{run.order[i]}"
                     x = tell(f"{at}.norm", "input", x)
-                    h = rms(cast(x, run.norms_in) if run.norms_in else x, run.counted, run.layer_norm)
+                    h = rms(cast(x, run.norms_in) if run.norms_in else x, run.counted, run.layer_norm, run.epsilon)
                     h = cast(h, run.norms_in) if run.norms_in else h
                     h = tell(f"{at}.norm", "output", h * p[f"{of}.norm.weight"], run.norms_in is not None)
                     for name in "qkv":
                         tell(f"{at}.{name}", "input", h, True)
                     q, k, v = (tell(f"{at}.{n}", "output", h @ p[f"{of}.{n}.weight"].T) for n in "qkv")
-                    y = tell(f"{at}.out", "input", attention(q, k, v, run.scale, run.shares_in))
+                    y = tell(f"{at}.out", "input", attention(*(k, q, v) if run.exchanged else (q, k, v), run))
                     x = x + tell(f"{at}.out", "output", y @ p[f"{of}.out.weight"].T)
                 tell("", "output", run.output(x))
                 for name, shape in SHAPES.items():
@@ -198,6 +221,7 @@ def swapped(name: str, own: np.ndarray, every: dict[str, np.ndarray]) -> np.ndar
 
 
 RIGHT, UNEVEN = Run(), Run(counts=(4, 2))
+MASKED = Run(causal=False, padding=1)
 PARTS, SINGLE = Run(microbatches=2), Run(microbatches=2, dtype="float32")
 FAULTS: dict[str, tuple[str, Run, Run]] = {
     "positions one late": ("shifted_positions", RIGHT, Run(shift=1)),
@@ -206,6 +230,12 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "scores by 1 / width": ("attention_scale", RIGHT, Run(scale=HEADS / WIDTH)),
     "scores unscaled": ("attention_scale", RIGHT, Run(scale=1.0)),
     "scores by the model's width": ("attention_scale", RIGHT, Run(scale=WIDTH**-0.5)),
+    "scores unscaled after rotation": ("attention_scale", Run(rotary=True), Run(rotary=True, scale=1.0)),
+    "scores unscaled with masked keys": ("attention_scale", MASKED, replace(MASKED, scale=1.0)),
+    "keys of padding": ("padding_counted", MASKED, replace(MASKED, padding=0)),
+    "queries and keys exchanged": ("mixed_parameters", RIGHT, Run(exchanged=True)),
+    "shares in bfloat16": ("low_precision", RIGHT, Run(shares_in="bfloat16")),
+    "modules in another order": ("mixed_parameters", RIGHT, Run(runs_first=1)),
     "padding in RMS norm": ("padding_counted", RIGHT, Run(counted=WIDTH + 3)),
     "padding in layer norm": ("padding_counted", Run(layer_norm=True), Run(layer_norm=True, counted=2 * WIDTH)),
     "norm in float32": ("low_precision", RIGHT, Run(norms_in="float32")),
@@ -266,6 +296,41 @@ def test_a_factor_is_named_after_recorded_microbatches(tmp_path):
         del recording.manifest.settings["accumulate"]
     found = compare(*pair).diagnosis
     assert found is not None and "4 times the values of right (the accumulation steps)" in found.evidence
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "maximum", "last"])
+def test_pooling_that_counts_padding_is_found(kind: str) -> None:
+    x, lengths = drawn("pooling", 5, 7, 4), [7, 3, 5, 7, 2]
+    parts = [each[:n] for each, n in zip(x, lengths, strict=True)]
+    right, wrong = {
+        "mean": ([part.mean(0) for part in parts], x.mean(1)),
+        "sum": ([part.mean(0) for part in parts], [part.sum(0) / 7 for part in parts]),
+        "maximum": ([part.max(0) for part in parts], x.max(1)),
+        "last": ([part[-1] for part in parts], x[:, -1]),
+    }[kind]
+    found = pooled(Contrast.of(np.array(right), np.array(wrong), 1e-12), (x, x))
+    assert found is not None and (found.counted, found.total) == (24, 35)
+    assert pooled(Contrast.of(np.array(right), np.array(right) + 1e-3, 1e-12), (x, x)) is None
+
+
+@pytest.mark.parametrize("name", ["adjacent", "grouped", "window", "cap", "fused"])
+def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
+    q, k, v = (drawn(f"{name} {each}", 3, 6, 8) for each in "qkv")
+    right = Attention(2, 2, causal=True, factor=0.5)
+    if name == "grouped":
+        k, v, right = k[..., :4], v[..., :4], replace(right, groups=1)
+    right = {
+        "adjacent": replace(right, base=1e4, adjacent=True),
+        "window": replace(right, window=3),
+        "cap": replace(right, cap=50.0),
+    }.get(name, right)
+    after = (drawn("after", 8, 8), drawn("bias", 8)) if name == "fused" else None
+    given = Projections(q, k, v, after)
+    sides = Contrast.of(right.of(given), replace(right, factor=0.7).of(given), 1e-12)
+    found = attention_of(sides, (given, given), 2.0**-53)
+    assert found is not None and found.kind == "scale" and abs(found.wrong.factor - 0.7) < 1e-9
+    noise = Contrast.of(sides.right, sides.right + 1e-3 * drawn("noise", *sides.right.shape), 1e-12)
+    assert attention_of(noise, (given, given), 2.0**-53) is None
 
 
 CLEAN = {"plain": RIGHT, "uneven": UNEVEN, "parts": PARTS, "single": SINGLE, "layer norm": Run(layer_norm=True)}
