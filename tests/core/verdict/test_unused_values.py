@@ -1,12 +1,14 @@
 """Activations that differ in rows from which nothing follows, and faults that look alike."""
 
+import math
+
 import numpy as np
 import pytest
 
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
-from tests.core.helpers.synthetic import jitter, only
+from tests.core.helpers.synthetic import both, jitter, only
 
 
 def rows(size, some=slice(2, 3)):
@@ -18,6 +20,13 @@ def rows(size, some=slice(2, 3)):
         return array
 
     return change
+
+
+def emptied(phase, step, rank, name, array):
+    """Makes the last row of the output of 'block' zero."""
+    if (phase, name) == ("output", "block"):
+        array[2] = 0
+    return array
 
 
 def versus(tmp_path, *tampers, dtype="float64", perturbed=0):
@@ -47,7 +56,7 @@ def test_rows_without_consequence_are_a_note(tmp_path, dtype, perturbed):
         pytest.param(only("reduce", "block.w", lambda grad: grad * (1 + 1e-8)), id="reduced gradient"),
         pytest.param(only("update", "bias", lambda value: value + 1e-8), id="parameter"),
         pytest.param(rows(1.0, slice(None)), id="all rows"),
-        pytest.param(rows(1.0, slice(1, 3)), id="most rows"),
+        pytest.param(both(emptied, rows(1.0, slice(0, 2))), id="all rows but one of zeros"),
     ],
 )
 def test_rows_with_a_consequence_are_a_bug(tmp_path, consequence):
@@ -69,9 +78,28 @@ def test_rows_in_another_order_are_not_unused(tmp_path):
     assert compare(a, b).verdict is Verdict.BUG
 
 
-def test_a_difference_that_could_hide_in_rounding_is_not_set_aside(tmp_path):
-    small = versus(tmp_path / "small", rows(1e-10))
-    assert small.verdict is Verdict.BUG and not small.notes
-    coarse = versus(tmp_path / "coarse", rows(1.0), dtype="bfloat16", perturbed=4)
+def test_one_row_shows_that_both_sides_compute_the_same(tmp_path):
+    """As in a batch that is mostly padding."""
+    found = versus(tmp_path, rows(1.0, slice(1, 3)))
+    assert found.verdict is Verdict.ROUNDING and "in at most 67 % of the rows" in found.notes[0], found.reason
+
+
+@pytest.mark.parametrize(("times", "is_aside"), [(0.9, False), (1.1, True)])
+def test_a_mean_over_all_rows_would_show_what_is_set_aside(tmp_path, times, is_aside):
+    """Of three rows on each of two ranks: the bound of gradients in float64, 1e-11, times six."""
+    bound = 6e-11 * times
+
+    def change(phase, step, rank, name, array):
+        if (phase, rank, name) == ("output", 1, "block"):
+            array[2] += bound * np.linalg.norm(array) / math.sqrt(array.shape[1])
+        return array
+
+    a = synthetic.record(tmp_path / "a", synthetic.manifest())
+    found = compare(a, synthetic.record(tmp_path / "b", synthetic.manifest(framework="jax"), tamper=change))
+    assert (found.verdict is not Verdict.BUG) is is_aside and bool(found.notes) is is_aside, found.reason
+
+
+def test_coarse_dtypes_set_nothing_aside(tmp_path):
+    coarse = versus(tmp_path / "coarse", rows(0.3), dtype="bfloat16", perturbed=4)
     assert coarse.verdict is not Verdict.ROUNDING and coarse.first_divergence.module == "block"
     assert not coarse.notes
