@@ -105,7 +105,7 @@ class UnusedValues:
         return (
             f"values that nothing uses differ, such as those of padded positions: at step {q.step} the {q.name} (microbatch "
             f"{q.microbatch}){where} by {self._first.difference:.1e}{more}, in at most {100 * self._largest_share:.0f} % of the "
-            "rows; all other rows, the losses, gradients and parameters agree, within bounds that a mean over all rows would exceed"
+            "rows; other rows, losses, gradients and parameters agree within bounds that a mean over all rows would exceed"
         )
 
 
