@@ -83,6 +83,8 @@ def unfit(
     >>> unfit({"w": (2, 3), "b": (2,), "s": ()}, {"w": (3, 2), "b": "float", "s": (1,), "c": (1,)})
     ["unexpected 'c'", "'w' has shape (3, 2), expected (2, 3)", "'b' is a float and no tensor"]
     """
+    if found == expected:
+        return []
     wrong = []
     if strict:
         missing = [key for key in expected if key not in found and key not in optional]

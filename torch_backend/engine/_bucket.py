@@ -1,7 +1,6 @@
 """Bucket: the uniform part of a unit (R11). Owns the memory of its shard, its unsharded parameters and its gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import assert_never
@@ -285,23 +284,6 @@ class Bucket:
         if self._shown is not None:
             for spec, value in zip(self.layout.params, self.registrar.left(), strict=True):
                 check_full(spec, tuple(value.shape))
-
-    @contextmanager
-    def gathered(self, values: Tensor, unit: str) -> Iterator[list[Tensor]]:
-        """A context with full tensors gathered from `values`, in the layout's order. Their memory is freed on exit.
-
-        Args:
-            values: shape (padded_shard_numel,), in any dtype.
-            unit: for the trace.
-        """
-        full = GatherBuffer(self.layout, values.dtype, self.device, self._streams, shard=values)
-        self._streams.shards_written()
-        full.start(values, self.mesh.shards, unit=unit, phase="state")
-        full.finish()
-        try:
-            yield views_of(self.layout, full.full)
-        finally:
-            full.free()
 
     def _gather_grads(self, unit: str) -> list[Tensor | None]:
         """Full gradients in the layout's order; None if no rank has one. Missing gradients of single ranks are zeros (R22)."""

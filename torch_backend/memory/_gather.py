@@ -190,3 +190,13 @@ def views_of(layout: Layout, full: Tensor) -> list[Tensor]:
         full.data[start : start + spec.numel].view(spec.shape)
         for spec, start in zip(layout.params, layout.offsets, strict=True)
     ]
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """View the same memory as a storage of its own, with offset 0. PyTorch can only copy DTensors of such tensors, and would save
+    the memory around other ones with them."""
+    if type(view) is not Tensor or view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape)  # type: ignore[call-overload]

@@ -118,9 +118,9 @@ class ShardStore:
         """View each parameter's piece in another buffer with this layout, such as a sharded gradient."""
         return self._cuts.split(shard)
 
-    def join(self, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
-        """The inverse of `split`: a buffer with these pieces (by parameter index), zero elsewhere."""
-        return self._cuts.join(pieces, torch.zeros_like(self.buffer, dtype=dtype))
+    def join(self, pieces: Mapping[int, Tensor], line: Tensor) -> Tensor:
+        """The inverse of `split`: fill a buffer with these pieces (by parameter index), zero elsewhere, and return it."""
+        return self._cuts.join(pieces, line)
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,14 @@ class _Cuts:
         return [parts[at] for at in self.places]
 
     def join(self, pieces: Mapping[int, Tensor], line: Tensor) -> Tensor:
-        """Copy these pieces (by parameter index) into the buffer and return it."""
-        parts = self.split(line)
-        for i, piece in pieces.items():
-            parts[i].copy_(piece.detach().reshape(-1))
+        """Fill a buffer with these pieces (by parameter index), zero elsewhere, and return it."""
+        parts = torch.split_with_sizes(line, self.widths)
+        copied = {self.places[i]: piece for i, piece in pieces.items()}
+        for at, part in enumerate(parts):
+            if at in copied:
+                part.copy_(copied[at].detach().reshape(-1))
+            else:
+                part.zero_()
         return line
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from crossframe.errors import ReplacedError
 from crossframe.layout import PerParamLayout
 from torch_backend.compat._composable import replaced_by_replicate
+from torch_backend.memory._gather import with_own_storage
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._placement import Placed
@@ -62,7 +63,7 @@ class DTensorRegistrar(ShardedParams):
 
     def _own_locals(self) -> list[Tensor]:
         """This rank's local tensor of each parameter, on the device of the shard."""
-        made = [_begun(local) for local in self._locals(self._store.pieces)]
+        made = [with_own_storage(local) for local in self._locals(self._store.pieces)]
         self._known = [_address(local) for local in made]
         return made
 
@@ -183,15 +184,6 @@ def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> D
 def _address(local: Tensor) -> int:
     """The data pointer of a tensor; None for a subclass that wraps several tensors."""
     return local.data_ptr() if type(local) is Tensor else -1
-
-
-def _begun(view: Tensor) -> Tensor:
-    """View the same memory with a storage offset of 0, as PyTorch can only copy or save DTensors of such tensors."""
-    if type(view) is not Tensor or view.is_meta:
-        return view
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape)  # type: ignore[call-overload]
 
 
 def _parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:

@@ -209,7 +209,8 @@ def dtensors_of(tensors: Sequence[PieceTensor]) -> list[DTensor]:
     """PieceTensors at different places of one bucket, of one dtype, as DTensors, by one all-to-all."""
     store, dtype = tensors[0].place.store, tensors[0].local.dtype
     with torch.no_grad():
-        line = store.join({tensor.place.index: tensor.local for tensor in tensors}, dtype)
+        line = torch.empty_like(store.buffer, dtype=dtype)
+        store.join({tensor.place.index: tensor.local for tensor in tensors}, line)
     return as_sharded([tensor.place for tensor in tensors], line)  # type: ignore[return-value]
 
 

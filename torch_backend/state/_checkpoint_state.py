@@ -50,7 +50,7 @@ class _Part:
     def line(self) -> np.ndarray:
         """All of it as one line, with padding 0."""
         device = next((piece.device for piece in self.pieces.values()), None)
-        line = torch.zeros(self.layout.padded_shard_numel, dtype=torch_dtype(self.layout.dtype), device=device)
+        line = torch.empty(self.layout.padded_shard_numel, dtype=torch_dtype(self.layout.dtype), device=device)
         return to_numpy(cuts_of(self.layout, self.rank).join(self.pieces, line))
 
     def fill(self, line: np.ndarray) -> None:

@@ -64,62 +64,64 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
     expected = _Expected(module, prefix)
     shards = tuple(expected.local)
     own = {key: state[key] for key in sorted(state) if key.startswith(prefix) and not key.startswith(shards)}
-    if wrong := list(_wrong(expected, own, strict=bool(_strict and _strict[-1]))):
+    seen = {key: _seen(value) for key, value in own.items()}
+    if wrong := list(_wrong(expected, own, seen, strict=bool(_strict and _strict[-1]))):
         error = StateDictError(f"the state dict does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
         withdraw(groups, TITLE, error)
         raise error
     try:
         if any(map(spans_ranks, groups)):
-            brief = repr([(key, _seen(value)) for key, value in own.items()])
-            agree(groups, TITLE, lambda: _described(own), brief=brief, advice="load the same state dict on every rank")
+            advice = "load the same state dict on every rank"
+            agree(groups, TITLE, lambda: _described(seen), brief=repr(seen), advice=advice)
     except AgreementError as error:
         raise StateDictError(f"nothing was loaded: {error}") from error
     _checked.update(expected.sharded)
 
 
 def _seen(value: Any) -> tuple[Any, ...]:
-    """The description of an entry that ranks compare."""
+    """The description of an entry that ranks compare: the name of its type, and a tensor's shape and dtype."""
     if not isinstance(value, Tensor):
         return (type(value).__name__,)
     return type(value).__name__, *shape_and_dtype(value)
 
 
-def _shape_of(value: Any) -> Any:
-    """The shape of a tensor, or the name of another value's type. lightning's tensor-like objects are read from files later."""
-    if isinstance(value, Tensor):
-        return shape_and_dtype(value)[0]
-    return value.shape if is_tensor_like(value) else type(value).__name__
-
-
-def _described(own: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def _described(seen: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, dict[str, str]]]:
     description = []
-    for key, value in own.items():
-        kind, *more = _seen(value)
+    for key, (kind, *more) in seen.items():
         settings = {"shape": str(list(more[0])), "dtype": str(more[1])} if more else {}
         description.append((f"entry {key!r}", {"kind": kind, **settings}))
     return description
 
 
-def _wrong(expected: "_Expected", own: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
+def _wrong(
+    expected: "_Expected", own: Mapping[str, Any], seen: Mapping[str, tuple[Any, ...]], *, strict: bool
+) -> Iterator[str]:
     """What does not fit, in words.
 
     Args:
         own: the module's part of a state dict.
+        seen: the descriptions of its entries.
         strict: whether missing and unexpected entries are errors.
     """
     entries, opaque = expected.entries, tuple(expected.opaque)
     found = {
-        key: _shape_of(value)
+        key: seen[key][1] if len(seen[key]) > 1 else _shape_of(value)
         for key, value in own.items()
         if key in entries or not (key.endswith("_extra_state") or key.startswith(opaque))
     }
     shapes = {key: shape for key, (shape, _) in entries.items()}
     yield from unfit(shapes, found, strict=strict, optional=expected.optional)
     for key, (_, like) in entries.items():
-        if like is not None and is_tensor_like(value := own.get(key)):
-            if isinstance(value, DTensor) and isinstance(like, DTensor) and value.device_mesh is like.device_mesh:
-                continue
+        value = own.get(key) if like is not None else None
+        if type(value) is type(like) is DTensor and value._spec.mesh is like._spec.mesh:
+            continue
+        if like is not None and is_tensor_like(value):
             yield from _of_another_mesh(key, value, like)
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of what is no tensor, or the name of its type. lightning's tensor-like objects are read from files later."""
+    return value.shape if is_tensor_like(value) else type(value).__name__
 
 
 def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
@@ -209,7 +211,7 @@ class _Expected:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
-        if isinstance(module, _NormBase):  # old state dicts lack the count of batches
+        if module._buffers and isinstance(module, _NormBase):  # old state dicts lack the count of batches
             self.optional.add(f"{at}num_batches_tracked")
 
 
@@ -221,11 +223,11 @@ def _loads_own_shards(module: nn.Module) -> bool:
 
 
 def _has_its_own_way(module: nn.Module) -> bool:
-    if isinstance(module, ActivationWrapper):
-        return False
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     if not module._load_state_dict_pre_hooks:
         return own and not isinstance(module, _NormBase)
+    if isinstance(module, ActivationWrapper):
+        return False
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     foreign = any(not getattr(hook, "__module__", "").startswith("torch_backend.") for hook in hooks)
     return (own and not isinstance(module, _NormBase)) or foreign

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,12 +25,20 @@ from crossframe.state import Role, StateKind, rekeyed_groups, state_key
 from torch_backend.compat._dtypes import from_numpy, torch_dtype
 from torch_backend.engine._unit import unit_of
 from torch_backend.engine._unit_tree import named_units
-from torch_backend.memory._gather import views_of
-from torch_backend.pieces._piece_moves import PHASE, as_sharded
+from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.state._optimized_bucket import Descriptions, OptimizedBucket, StateOf, gather_descriptions
-from torch_backend.state._state_dict import HasStateDicts, check_use_dtensor, full_values, kind_of, places_of
+from torch_backend.state._state_dict import (
+    HasStateDicts,
+    check_use_dtensor,
+    full_values,
+    gathered_memory,
+    kind_of,
+    places_of,
+)
 
 State = dict[str, dict[str, Any]]
+# One entry of elementwise state on this rank: the flat parameter's, or pieces of original parameters by index.
+Own = Tensor | Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +255,13 @@ def _of_bucket(
             if role is Role.ELEMENTWISE:
                 elementwise.setdefault((entry, seen.dtype), []).extend(each.members(at))
     for (entry, dtype), indices in elementwise.items():
-        if each.is_flat:
-            line = states[id(each.params[0])][entry].detach().reshape(-1)
+        as_full = full or kind_of(each.wrapper) is StateKind.FULL
+        pieces = {} if each.is_flat else each.pieces(entry, states)
+        own = states[id(each.params[0])][entry] if each.is_flat else {i: pieces[i] for i in indices if i in pieces}
+        if as_full:
+            shown = _whole(each, own, torch_dtype(dtype), indices, kept=kept, offload=offload)
         else:
-            pieces = each.pieces(entry, states)
-            line = each.bucket.store.join({i: pieces[i] for i in indices if i in pieces}, torch_dtype(dtype))
-        if full or kind_of(each.wrapper) is StateKind.FULL:
-            shown = _whole(each, line, indices, kept=kept, offload=offload)
-        else:
-            shown = _rows(each, line, indices, offload=offload)
+            shown = _rows(each, own, torch_dtype(dtype), indices, offload=offload)
         for i, value in zip(indices, shown, strict=False):  # nothing is shown on a rank that keeps nothing
             state[each.specs[i].name][entry] = value
     return {name: entries for name, entries in state.items() if entries}
@@ -265,27 +272,28 @@ def copied(value: Any) -> Any:
     return from_numpy(value).clone() if isinstance(value, np.ndarray) else value
 
 
-def _whole(each: Owned, line: Tensor, indices: list[int], *, kept: bool, offload: bool) -> Sequence[Tensor]:
+def _whole(
+    each: Owned, own: Own, dtype: torch.dtype, indices: Sequence[int], *, kept: bool, offload: bool
+) -> Sequence[Tensor]:
     """Full tensors of elementwise state; none unless `kept`."""
-    bucket, unit = each.bucket, unit_of(each.wrapper).name
-    if not each.is_flat or bucket.registrar.tp_params:
-        spent = not each.is_flat  # then the line is a copy
-        return full_values(bucket, line, indices, kept=kept, offload=offload, unit=unit, spent=spent)
-    # Views of the gathered buffer, as in torch: copies would double the memory while they are made.
-    line, layout = line.to(bucket.device), bucket.layout
-    gathered = line.new_empty(layout.gathered_numel)
-    bucket.mesh.shards.all_gather(gathered, line, unit=unit, phase=PHASE).wait()
-    views = views_of(layout, gathered)
-    return [views[i].cpu() if offload else views[i] for i in indices if kept]
+    gathered, part = gathered_memory(each.bucket, dtype)
+    line, unit = _line(each, own, part), unit_of(each.wrapper).name
+    return full_values(each.bucket, line, gathered, indices, kept=kept, offload=offload, unit=unit)
 
 
-def _rows(each: Owned, line: Tensor, indices: list[int], *, offload: bool) -> Sequence[Tensor]:
+def _rows(each: Owned, own: Own, dtype: torch.dtype, indices: Sequence[int], *, offload: bool) -> Sequence[Tensor]:
     """A sharded state dict's tensors of elementwise state."""
     wrapper, bucket, unit = each.wrapper, each.bucket, unit_of(each.wrapper).name
     check_use_dtensor(wrapper, wrapper._state_dict_settings.optim_state_dict_config, unit)
     places = places_of(bucket, wrapper._device_mesh)
+    line = _line(each, own, torch.empty_like(bucket.store.buffer, dtype=dtype))
     rows = as_sharded([places[i] for i in indices], line.to(bucket.device), unit=unit)
     return [value.cpu() for value in rows] if offload else rows
+
+
+def _line(each: Owned, own: Own, memory: Tensor) -> Tensor:
+    """One entry of elementwise state, laid out like the shard: the flat parameter's own, or its pieces joined in `memory`."""
+    return own.detach().reshape(-1) if isinstance(own, Tensor) else each.bucket.store.join(own, memory)
 
 
 # Keys

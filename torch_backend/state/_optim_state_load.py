@@ -184,7 +184,10 @@ def _line_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype, source:
     Args:
         values: by index of the parameter.
     """
-    line, places = each.bucket.store.join({}, dtype), places_of(each.bucket, each.wrapper._device_mesh)
+    line, places = (
+        torch.zeros_like(each.bucket.store.buffer, dtype=dtype),
+        places_of(each.bucket, each.wrapper._device_mesh),
+    )
     given = ((each.specs[i].name, places[i], _fetched(value, source)) for i, value in values.items())
     fill(line, each.bucket.store, given, unit=unit_of(each.wrapper).name)
     return line

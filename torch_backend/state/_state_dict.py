@@ -7,8 +7,8 @@ one all-to-all for each unit and without full parameters. To load, the module co
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +22,10 @@ from crossframe.layout import FlatLayout
 from crossframe.state import FSDP_WRAPPED, StateKind, local_key, state_key, target_of
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit, unit_of
+from torch_backend.memory._gather import views_of, with_own_storage
 from torch_backend.param_registration import FlatParameter, FlatRegistrar
 from torch_backend.pieces._piece_location import PieceLocation
+from torch_backend.pieces._piece_moves import PHASE
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
 from torch_backend.pieces._sharded_tensors import sharded_tensor
 from torch_backend.state._load_check import check_load, strictly
@@ -45,6 +47,8 @@ class HasStateDicts(HasStateDictType):
     """
 
     _device_mesh: DeviceMesh | None
+    # Whether a state dict of this wrapper, or of one around it, is being made.
+    _shows_state = False
 
     def _provide_state_dicts(self, device_mesh: DeviceMesh | None) -> None:
         """Called at the end of a constructor."""
@@ -95,10 +99,10 @@ class HasStateDicts(HasStateDictType):
             StateError: called in a forward or backward.
             UnsupportedError: a local state dict with a `device_mesh`, as in torch.
         """
-        unit = unit_of(self)
-        if unit.summoned:
-            return super().state_dict(*args, **kwargs)
-        with _showing(self, unit):
+        with ExitStack() as stack:
+            if not self._shows_state:
+                for wrapper in _largest_first(self):
+                    stack.enter_context(_showing(wrapper, unit_of(wrapper)))
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -145,6 +149,15 @@ def has_entries(config: Any, unit: Unit) -> bool:
     return not getattr(config, "rank0_only", False) or unit.mesh.group_rank == 0
 
 
+def _largest_first(outer: nn.Module) -> list[HasStateDicts]:
+    """The wrappers of a module tree of which a state dict is about to be made, except for summoned ones, which stay as they are.
+
+    The largest is gathered first: the memory that a unit needs on the way adds to the results of those before it.
+    """
+    found = [module for module in outer.modules() if isinstance(module, HasStateDicts) and not unit_of(module).summoned]
+    return sorted(found, key=lambda each: -sum(bucket.layout.gathered_numel for bucket in unit_of(each).buckets))
+
+
 def _check_idle(unit: Unit) -> None:
     if unit.executor is not None:
         unit.executor.recover()
@@ -153,19 +166,18 @@ def _check_idle(unit: Unit) -> None:
 
 @contextmanager
 def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
-    """Inside, the module registers what its state dict should hold."""
+    """Inside, the wrapped module registers what its state dict should hold."""
     kind, config = kind_of(wrapper), config_of(wrapper)
+    buckets = unit.buckets if kind is not StateKind.LOCAL else []
     if kind is not wrapper._state_dict_settings.state_dict_type.kind:
         warnings.warn(f"unit {unit.name!r} is not sharded: its state dict is a full one", stacklevel=3)
     _check_idle(unit)
     unit.show_shards()
     for bucket in unit.buckets:
         bucket.registrar.adopt()
-    if kind is StateKind.LOCAL:
-        yield
-        return
+    wrapper._shows_state = True
     try:
-        for bucket in unit.buckets:
+        for bucket in buckets:
             if kind is StateKind.FULL:
                 full = _full_params(bucket, config, unit)
             else:
@@ -173,37 +185,50 @@ def _showing(wrapper: HasStateDicts, unit: Unit) -> Iterator[None]:
             bucket.registrar.show_state(full)
         yield
     finally:
-        for bucket in unit.buckets:
+        wrapper._shows_state = False
+        for bucket in buckets:
             bucket.registrar.hide_state()
 
 
 def _full_params(bucket: Bucket, config: StateDictConfig, unit: Unit) -> list[nn.Parameter]:
-    """Full parameters in memory of their own; PieceTensors on a rank without entries."""
-    kept = has_entries(config, unit)
+    """Full parameters; PieceTensors on a rank without entries."""
+    kept, shard = has_entries(config, unit), bucket.store.buffer
+    gathered, _ = gathered_memory(bucket, shard.dtype)
     indices = range(len(bucket.layout.params))
-    values = full_values(bucket, bucket.store.buffer, indices, kept=kept, offload=config.offload_to_cpu, unit=unit.name)
+    values = full_values(bucket, shard, gathered, indices, kept=kept, offload=config.offload_to_cpu, unit=unit.name)
     return [nn.Parameter(value, requires_grad=False) for value in values] if kept else _piece_params(bucket, None)
 
 
+def gathered_memory(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory to all-gather a bucket into, shape (gathered_numel,), and the part of it that this rank's line comes to. A line that
+    is made there needs no other memory."""
+    gathered = torch.empty(bucket.layout.gathered_numel, dtype=dtype, device=bucket.device)
+    return gathered, gathered.view(bucket.layout.world_size, -1)[bucket.store.rank]
+
+
 def full_values(
-    bucket: Bucket, line: Tensor, indices: Iterable[int], *, kept: bool, offload: bool, unit: str, spent: bool = False
+    bucket: Bucket, line: Tensor, gathered: Tensor, indices: Sequence[int], *, kept: bool, offload: bool, unit: str
 ) -> list[Tensor]:
     """The tensors of a full state dict, for a bucket's parameters or tensors with the same layout. All ranks call it.
 
     Args:
         line: shape (padded_shard_numel,), in any dtype.
+        gathered: memory of `gathered_memory`.
         indices: the parameters that are wanted.
         kept: whether this rank needs them; else the result is empty.
         offload: to the CPU.
-        spent: the line's memory is freed as soon as it has been sent.
     """
+    line = line.detach().to(bucket.device)
+    bucket.mesh.shards.all_gather(gathered, line, unit=unit, phase=PHASE).wait()
+    if not kept:
+        gathered.untyped_storage().resize_(0)  # the process group may refer to it for longer
+        return []
+    views, tp_params = views_of(bucket.layout, gathered), bucket.registrar.tp_params or [None] * len(bucket.layout.params)
+    # All of them share the gathered memory, without a copy. Some would keep the memory of the others.
+    copy = len(indices) < len(views)
     device = torch.device("cpu") if offload else bucket.device
-    tp_params = bucket.registrar.tp_params or [None] * len(bucket.layout.params)
-    with bucket.gathered(line, unit) as full:
-        if spent and bucket.layout.world_size > 1:
-            line.untyped_storage().resize_(0)
-        copies = [(full[i].to(device, copy=True), tp_params[i]) for i in indices if kept]
-    return [copy if tp_param is None else tp_param.dtensor(copy) for copy, tp_param in copies]
+    values = [(with_own_storage(views[i]).to(device, copy=copy), tp_params[i]) for i in indices]
+    return [value if tp_param is None else tp_param.dtensor(value) for value, tp_param in values]
 
 
 def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[PieceLocation]:
