@@ -1,6 +1,7 @@
 """The keys of state dicts: names of the unwrapped model (R36), and torch's key of a flat parameter."""
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from crossframe.errors import StateDictError
 from crossframe.quoting import quote
@@ -31,6 +32,7 @@ def canonical_name(name: str) -> str:
     return without_parts(name, WRAPPERS)
 
 
+@lru_cache(maxsize=1024)  # asked for each module whenever a state dict is loaded
 def state_key(name: str) -> str:
     """The key of a module, parameter or buffer in torch's state dicts.
 

@@ -281,10 +281,24 @@ class FSDPModule(nn.Module):
         )
 
 
+# torch.distributed.checkpoint.state_dict looks it up in each module on the path of each parameter. In a module that lacks it this
+# raises inside, which takes longer than the rest of the look-up.
+_MODIFIERS = "_fqn_modifiers"
+_NO_MODIFIERS: dict[str, str] = {}
+
+
+def _no_modifiers(module: nn.Module) -> dict[str, str]:
+    """The names in a state dict that differ from those of modules: none."""
+    return _NO_MODIFIERS
+
+
 @functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The sharded class of `cls`, cached so that instances of one class keep one type."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    if not hasattr(cls, _MODIFIERS):
+        members[_MODIFIERS] = _no_modifiers
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
 
 
 def begin_as_root(module: nn.Module) -> StepExecutor:

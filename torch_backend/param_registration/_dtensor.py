@@ -91,6 +91,15 @@ class DTensorRegistrar(ShardedParams):
     def adopt(self) -> None:
         """Adopt local tensors that were moved or assigned, and parameters that were replaced."""
         self._take_new_objects(self._check_dtensor)
+        self._adopt_locals()
+
+    def adopt_loaded(self) -> None:
+        """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
+        may have them."""
+        self._take_back_places(self._check_dtensor)
+        self._adopt_locals()
+
+    def _adopt_locals(self) -> None:
         for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
             if hasattr(local, "fsdp_pre_all_gather"):
@@ -99,12 +108,6 @@ class DTensorRegistrar(ShardedParams):
             if local.data_ptr() != known and not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
                 param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
-
-    def adopt_loaded(self) -> None:
-        """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
-        may have them."""
-        self._take_back_places(self._check_dtensor)
-        self.adopt()
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         # A DTensor's data is the tensor that it wraps.

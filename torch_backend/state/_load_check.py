@@ -112,10 +112,11 @@ def _wrong(
     shapes = {key: shape for key, (shape, _) in entries.items()}
     yield from unfit(shapes, found, strict=strict, optional=expected.optional)
     for key, (_, like) in entries.items():
-        value = own.get(key) if like is not None else None
-        if type(value) is type(like) is DTensor and value._spec.mesh is like._spec.mesh:
+        if like is None or (value := own.get(key)) is None:
             continue
-        if like is not None and is_tensor_like(value):
+        if isinstance(value, DTensor) and isinstance(like, DTensor) and value._spec.mesh == like._spec.mesh:
+            continue
+        if is_tensor_like(value):
             yield from _of_another_mesh(key, value, like)
 
 
@@ -202,16 +203,20 @@ class _Expected:
                     self._shapes.setdefault(owner, {})[attribute] = shape, tp_param
 
     def _take_entries(self, module: nn.Module, at: str) -> None:
-        shapes = self._shapes.get(module, {})
-        self.entries.update({at + attribute: entry for attribute, entry in shapes.items()})
+        entries, shapes = self.entries, self._shapes.get(module)
+        if shapes is not None:
+            entries.update({at + attribute: entry for attribute, entry in shapes.items()})
         for attribute, param in module._parameters.items():
-            if param is not None and attribute != FLAT_PARAM:
-                like = param if isinstance(param, (DTensor, PieceTensor)) else None
-                self.entries[at + attribute] = shapes.get(attribute, (param.shape, like))
+            if param is None or attribute == FLAT_PARAM:
+                continue
+            if shapes is None or attribute not in shapes:
+                entries[at + attribute] = param.shape, param if isinstance(param, (DTensor, PieceTensor)) else None
+        if not module._buffers:
+            return
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                self.entries[at + attribute] = (buffer.shape, buffer if isinstance(buffer, DTensor) else None)
-        if module._buffers and isinstance(module, _NormBase):  # old state dicts lack the count of batches
+                entries[at + attribute] = buffer.shape, buffer if isinstance(buffer, DTensor) else None
+        if isinstance(module, _NormBase):  # old state dicts lack the count of batches
             self.optional.add(f"{at}num_batches_tracked")
 
 
