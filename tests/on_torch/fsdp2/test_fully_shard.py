@@ -35,6 +35,7 @@ from tests.on_torch.helpers.fully_sharded import (
 from tests.on_torch.helpers.models import build_net, loss_of
 from tests.on_torch.helpers.scripts import PACKAGES, Side, difference, grads, inputs, raised
 from torch_backend.engine._unit import unit_of
+from torch_backend.fsdp2._fsdp_module import sharded_class
 
 ROOT = Path(__file__).parents[3]
 
@@ -88,6 +89,17 @@ def test_R32_all_of_torchs_names_are_there_with_their_arguments():
             assert [each for each in found if each[0] not in ("layout", "block_fn")] == expected
         elif name not in ("FSDPModule", "UnshardHandle"):
             assert found == expected, name
+
+
+class _Renaming(nn.Linear):
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "kernel"}
+
+
+def test_a_sharded_class_keeps_its_own_fqn_modifiers():
+    """torch.distributed.checkpoint.state_dict looks them up in each module; a missing attribute is found by an exception."""
+    assert sharded_class(_Renaming)._fqn_modifiers is _Renaming._fqn_modifiers
+    assert vars(sharded_class(nn.Linear))["_fqn_modifiers"](nn.Linear(1, 1)) == {}
 
 
 # Against plain training

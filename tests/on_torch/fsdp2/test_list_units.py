@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from crossframe.recording import Recording
+from crossframe.unshard import UnshardRequest
 from crossframe.verdict import Verdict, compare
 from tests.conftest import EXHAUSTIVE
 from torch_backend import initialise_sharded, load_checkpoint, replace_torch_fsdp, save_checkpoint
 from torch_backend.engine._unit_tree import named_units
+from torch_backend.engine._unshard import summon_units
 from torch_backend.recorder import Recorder
 from torch_backend.shards import local_pieces
 
@@ -131,11 +133,10 @@ def _named(rank, world_size, case, layout):
         assert sorted(spec.name for spec in specs) == sorted(plain)
         assert sorted(name for spec in specs for name in (spec.name, *spec.aliases)) == sorted(every)
         assert len({unit.unit for unit in named}) == len(named) == len(CASES[case][1]) + 1
-        for unit in named:
-            for each in unit.buckets:
-                with each.bucket.gathered(each.bucket.store.buffer, unit.name) as full:
-                    for spec, value in zip(each.params, full, strict=True):
-                        assert torch.equal(value, plain[spec.name]), (ran, spec.name)
+        with summon_units([unit.unit for unit in named], UnshardRequest(writeback=False)):
+            for each in (each for unit in named for each in unit.buckets):
+                for spec, value in zip(each.params, each.bucket.registrar.left(), strict=True):
+                    assert torch.equal(value, plain[spec.name]), (ran, spec.name)
         for piece in local_pieces(model, rank):
             if layout == "flat":
                 assert torch.equal(piece.values, plain[piece.name].detach().view(-1)[piece.start : piece.stop])

@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from crossframe.errors import AgreementError, CrossframeError, StateDictError
+from crossframe.trace import ALL_GATHER
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.histories import Case
 from tests.on_torch.programs.differential import around_departures, check, failure_of
 from tests.on_torch.programs.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
 from tests.on_torch.programs.exceptions_state import BUGS, DEPARTURES, MENDED
+from torch_backend.observe import record_trace
 
 SEED = 3
 # Seeds by world size: a sample of the seeds of `python -m tests.on_torch.programs.differential --api state`.
@@ -421,3 +423,40 @@ def test_a_unit_without_parameters_has_no_flat_parameter(ranks):
     """Libraries ask for it (transformers, accelerate)."""
     told = [ranks.run(2, _names_for_libraries, api)[0] for api in ("torch.distributed.fsdp", "torch_backend")]
     assert told[0] == told[1] and told[1][:2] == [False, None]
+
+
+def _full_tensors(rank: int, world_size: int) -> list[bool]:
+    """Whether each tensor of a full state dict is a storage of its own, and each of the optimizer's."""
+    api = import_module("torch_backend")
+    model = Model(api, wide=40, use_orig_params=True)
+    optimizer = torch.optim.Adam(model.wrapped.parameters())
+    model.wrapped(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    params = [value for name, value in model.saved("FULL").items() if "num_batches" not in name]
+    state = model.fsdp.optim_state_dict(model.wrapped, optimizer)["state"].values()
+    moments = [entries[entry] for entries in state for entry in ("exp_avg", "exp_avg_sq")]
+    alone = [
+        all(value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.nbytes for value in values)
+        for values in (params, moments)
+    ]
+    return alone
+
+
+def test_R36_full_tensors_are_saved_without_their_unit(ranks):
+    """They alias the gathered memory of their unit. torch.save writes the whole storage of a tensor."""
+    for params, moments in ranks.run(2, _full_tensors):
+        assert params and moments
+
+
+def _gathers(rank: int, world_size: int) -> list[str]:
+    api = import_module("torch_backend")
+    wrap = partial(api.FullyShardedDataParallel, device_id=torch.device("cpu"))
+    model = wrap(nn.Sequential(wrap(nn.Linear(2, 3)), wrap(nn.Linear(3, 90)), nn.Linear(90, 2)))
+    model(torch.ones(1, 2))
+    with record_trace() as events:
+        model.state_dict()
+    return [event.unit for event in events if event.kind == ALL_GATHER]
+
+
+def test_R36_a_full_state_dict_gathers_the_largest_unit_first(ranks):
+    assert ranks.run(2, _gathers) == [["1", "", "0"]] * 2
