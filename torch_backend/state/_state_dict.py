@@ -223,7 +223,8 @@ def full_values(
     if not kept:
         gathered.untyped_storage().resize_(0)  # the process group may refer to it for longer
         return []
-    views, tp_params = views_of(bucket.layout, gathered), bucket.registrar.tp_params or [None] * len(bucket.layout.params)
+    views = views_of(bucket.layout, gathered)
+    tp_params = bucket.registrar.tp_params or [None] * len(views)
     # All of them share the gathered memory, without a copy. Some would keep the memory of the others.
     copy = len(indices) < len(views)
     device = torch.device("cpu") if offload else bucket.device
