@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from typing_extensions import deprecated
 
 from crossframe.api import Api
@@ -30,7 +31,7 @@ from torch_backend.engine._unit_tree import NamedUnit, named_units, units_in
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
 from torch_backend.memory._streams import on_stream
 from torch_backend.ranks._collectives import Communicator
-from torch_backend.state._load_check import strictly
+from torch_backend.state._load_check import load_plainly, strictly
 
 
 class UnshardHandle:
@@ -73,6 +74,9 @@ class FSDPModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict on all ranks. If entries do not fit, StateDictError lists them and nothing is loaded."""
         with strictly(strict):
+            overridden = super().load_state_dict.__func__ is not nn.Module.load_state_dict
+            if isinstance(state_dict, Mapping) and not (assign or overridden) and load_plainly(self, state_dict):
+                return _IncompatibleKeys([], [])
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     # Parameters

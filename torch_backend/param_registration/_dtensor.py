@@ -1,6 +1,7 @@
 """DTensorRegistrar: FSDP2 with the per-parameter layout. Sharded parameters are DTensors."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
@@ -22,6 +23,9 @@ from torch_backend.param_registration._registered_params import (
     call_grad_hooks,
     register,
 )
+
+# The method of tensors that take part in their all-gather, as an endless argument of `map`.
+_EXTENDED = itertools.repeat("fsdp_pre_all_gather")
 
 
 class DTensorRegistrar(ShardedParams):
@@ -100,9 +104,13 @@ class DTensorRegistrar(ShardedParams):
         self._adopt_locals()
 
     def _adopt_locals(self) -> None:
+        # Almost always nothing was moved or assigned, and this is asked at each all-gather.
+        current = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]
+        if list(map(Tensor.data_ptr, current)) == self._known and not any(map(hasattr, current, _EXTENDED)):
+            return
         for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
-            if hasattr(local, "fsdp_pre_all_gather"):
+            if hasattr(local, next(_EXTENDED)):
                 self._store.check_extended(i)
             # The tensor itself, or another of the same memory.
             if local.data_ptr() != known and not self._store.holds(i, local):

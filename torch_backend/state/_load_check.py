@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.__future__ import get_swap_module_params_on_conversion
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import is_tensor_like
 
 from crossframe.errors import AgreementError, StateDictError
+from crossframe.lifecycle import UnitState
 from crossframe.state import FLAT_PARAM, StateKind, state_key, unfit
 from torch_backend.engine._unit import UNIT, Unit, unit_of
 from torch_backend.mesh._tensor_parallel import TensorParallelParam
@@ -58,7 +61,42 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
     """
     if module in _checked:
         _checked.discard(module)
-        return
+    else:
+        expected, _ = _checked_entries(module, state, prefix)
+        _checked.update(expected.sharded[1:])
+
+
+def load_plainly(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Check a state dict, and copy it if each module loads as `nn.Module` does, shows its shards, and has exactly these entries.
+    torch's `load_state_dict` would do the same, after a search for the entries of each module.
+
+    Returns:
+        Whether it was loaded. If not, torch's `load_state_dict` loads it, without another check.
+
+    Raises:
+        StateDictError: see `check_load`.
+    """
+    expected, seen = _checked_entries(module, state, "")
+    entries, units = expected.entries, dict.fromkeys(map(unit_of, expected.sharded))
+    plain = expected.plain and state.keys() == entries.keys() and not get_swap_module_params_on_conversion()
+    plain = plain and all(unit.state == UnitState() for unit in units)
+    if not plain or any(seen[key][1:2] != (param.shape,) or param.is_meta for key, (_, param) in entries.items()):
+        _checked.update(expected.sharded)
+        return False
+    with torch.no_grad():
+        for key, (_, param) in entries.items():
+            param.copy_(state[key])
+    for unit in units:
+        for bucket in unit.buckets:
+            bucket.registrar.adopt_loaded()
+    return True
+
+
+def _checked_entries(
+    module: nn.Module, state: Mapping[str, Any], prefix: str
+) -> tuple["_Expected", Mapping[str, tuple[Any, ...]]]:
+    """The entries that a module loads, once all ranks have found that a state dict fits them, and the descriptions of the entries
+    of the state dict; see `check_load`."""
     mesh = unit_of(module).mesh
     groups = [some.group for some in (mesh.shards, mesh.replicas) if some.size > 1]
     expected = _Expected(module, prefix)
@@ -75,7 +113,7 @@ def check_load(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None
             agree(groups, TITLE, lambda: _described(seen), brief=repr(seen), advice=advice)
     except AgreementError as error:
         raise StateDictError(f"nothing was loaded: {error}") from error
-    _checked.update(expected.sharded)
+    return expected, seen
 
 
 def _seen(value: Any) -> tuple[Any, ...]:
@@ -112,7 +150,7 @@ def _wrong(
     shapes = {key: shape for key, (shape, _) in entries.items()}
     yield from unfit(shapes, found, strict=strict, optional=expected.optional)
     for key, (_, like) in entries.items():
-        if like is None or (value := own.get(key)) is None:
+        if not isinstance(like, (DTensor, PieceTensor, TensorParallelParam)) or (value := own.get(key)) is None:
             continue
         if isinstance(value, DTensor) and isinstance(like, DTensor) and value._spec.mesh == like._spec.mesh:
             continue
@@ -152,11 +190,12 @@ class _Expected:
     """The entries that a module loads.
 
     Attributes:
-        entries: shapes by key, each with the DTensor or PieceTensor that the entry is copied into, or None.
+        entries: shapes by key, each with the tensor that is registered; under FSDP1, the DTensor of tensor parallelism or None.
         optional: keys that may be missing.
         opaque: prefixes of modules that override how they load, so that their keys are unknown.
         local: prefixes of units that load a local state dict, which they check themselves.
-        sharded: the sharded modules below the module.
+        sharded: the sharded modules: the module, and those below it.
+        plain: whether all modules load as `nn.Module` does, into tensors that are registered now.
     """
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
@@ -165,10 +204,11 @@ class _Expected:
         self.opaque: set[str] = set()
         self.local: set[str] = set()
         self.sharded: list[nn.Module] = []
+        self.plain = True
         # The shapes of parameters of FSDP1's units: what is registered for them has another shape, or nothing is registered.
         self._shapes: dict[nn.Module, dict[str, tuple[tuple[int, ...], TensorParallelParam | None]]] = {}
         self._visit(module, prefix, known=True)
-        del self.sharded[0]
+        self.plain = self.plain and not (self.opaque or self.local or self._shapes)
 
     def _visit(self, module: nn.Module, at: str, *, known: bool) -> None:
         """Visit a module and all modules below it. Recursion, since `named_modules` would take as long as the rest of the check.
@@ -189,6 +229,10 @@ class _Expected:
             known = False
         if known:
             self._take_entries(module, at)
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            self.plain = False
+        if module._load_state_dict_post_hooks:
+            self.plain = self.plain and all(map(_is_of_ours, module._load_state_dict_post_hooks.values()))
         for name, child in module._modules.items():
             if child is not None:
                 self._visit(child, f"{at}{name}." if state_key(name) else at, known=known)
@@ -210,12 +254,14 @@ class _Expected:
             if param is None or attribute == FLAT_PARAM:
                 continue
             if shapes is None or attribute not in shapes:
-                entries[at + attribute] = param.shape, param if isinstance(param, (DTensor, PieceTensor)) else None
+                entries[at + attribute] = param.shape, param
+                if isinstance(param, PieceTensor):
+                    self.plain = False
         if not module._buffers:
             return
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                entries[at + attribute] = buffer.shape, buffer if isinstance(buffer, DTensor) else None
+                entries[at + attribute] = buffer.shape, buffer
         if isinstance(module, _NormBase):  # old state dicts lack the count of batches
             self.optional.add(f"{at}num_batches_tracked")
 
@@ -227,6 +273,10 @@ def _loads_own_shards(module: nn.Module) -> bool:
     return is_local and unit_of(module).mesh.spec.shard > 1
 
 
+def _is_of_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch_backend.")
+
+
 def _has_its_own_way(module: nn.Module) -> bool:
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     if not module._load_state_dict_pre_hooks:
@@ -234,5 +284,5 @@ def _has_its_own_way(module: nn.Module) -> bool:
     if isinstance(module, ActivationWrapper):
         return False
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    foreign = any(not getattr(hook, "__module__", "").startswith("torch_backend.") for hook in hooks)
+    foreign = not all(map(_is_of_ours, hooks))
     return (own and not isinstance(module, _NormBase)) or foreign
