@@ -503,6 +503,85 @@ def test_R36_a_distributed_checkpoint_goes_from_one_to_the_other(ranks, tmp_path
     assert ranks.run(2, _through_a_checkpoint, str(tmp_path), saves) == [True, True]
 
 
+class _Doubling(nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        with torch.no_grad():
+            self.weight.mul_(2)
+
+
+class _Extra(nn.Linear):
+    noted = 0
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        self.noted = state
+
+
+class _Scalar(nn.Linear):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("scale", torch.ones(()))
+
+
+class _Overriding(nn.Linear):
+    noted = 0
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.noted += 1
+        return super().load_state_dict(*args, **kwargs)
+
+
+def _loaded(rank: int, world_size: int, package: str, kind: type[nn.Module], how: str) -> list[Any]:
+    """What a model has after it loaded a state dict, and what its modules noted on the way."""
+    api, called = import_module(package), []
+    models = []
+    for fill in (0.25, 0.5):
+        model = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
+        for value in (*model.parameters(), *model.buffers()):
+            value.data.fill_(fill)
+        api.fully_shard(model[1])
+        models.append(api.fully_shard(model))
+    model, state = models[0], dict(models[1].state_dict())
+    if how == "after a forward":  # the root keeps its parameters unsharded
+        model(torch.ones(1, 4)).sum()
+    elif how == "with a hook":
+        model[0].register_load_state_dict_post_hook(lambda module, _: called.append(type(module).__name__))
+    elif how == "of one element":
+        state["1.scale"] = state["1.scale"].reshape(1)
+    result = (model[1] if kind is _Overriding else model).load_state_dict(
+        {key.removeprefix("1."): value for key, value in state.items() if key.startswith("1.")}
+        if kind is _Overriding
+        else state
+    )
+    values = [
+        value.full_tensor() if isinstance(value, DTensor) else value
+        for value in model.state_dict().values()
+        if isinstance(value, Tensor)
+    ]
+    return [[value.tolist() for value in values], called, getattr(model[1], "noted", 0), list(result.missing_keys)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (nn.Linear, "plainly"),
+        (nn.Linear, "after a forward"),
+        (nn.Linear, "with a hook"),
+        (_Doubling, "plainly"),
+        (_Extra, "plainly"),
+        (_Overriding, "plainly"),
+        (_Scalar, "of one element"),
+    ],
+)
+def test_R36_a_model_loads_as_its_modules_do(ranks, kind, how):
+    """A state dict is copied at once only into modules that load as nn.Module does."""
+    theirs, ours = ([ranks.run(2, _loaded, package, kind, how)[0]] for package in PACKAGES)
+    assert ours == theirs
+
+
 def _not_contiguous(rank: int, world_size: int) -> bool:
     side = Side("torch_backend", rank, world_size)
     transposed, plain = nn.Linear(3, 4), nn.Linear(3, 4)
