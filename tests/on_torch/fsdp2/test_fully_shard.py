@@ -551,11 +551,13 @@ def _loaded(rank: int, world_size: int, package: str, kind: type[nn.Module], how
         model[0].register_load_state_dict_post_hook(lambda module, _: called.append(type(module).__name__))
     elif how == "of one element":
         state["1.scale"] = state["1.scale"].reshape(1)
-    result = (model[1] if kind is _Overriding else model).load_state_dict(
-        {key.removeprefix("1."): value for key, value in state.items() if key.startswith("1.")}
-        if kind is _Overriding
-        else state
-    )
+    elif how == "without its extra state":
+        del state["1._extra_state"]
+    part = {key.removeprefix("1."): value for key, value in state.items() if key.startswith("1.")}
+    try:
+        result = model[1].load_state_dict(part) if kind is _Overriding else model.load_state_dict(state)
+    except RuntimeError:
+        return ["refused"]
     values = [
         value.full_tensor() if isinstance(value, DTensor) else value
         for value in model.state_dict().values()
@@ -572,6 +574,7 @@ def _loaded(rank: int, world_size: int, package: str, kind: type[nn.Module], how
         (nn.Linear, "with a hook"),
         (_Doubling, "plainly"),
         (_Extra, "plainly"),
+        (_Extra, "without its extra state"),
         (_Overriding, "plainly"),
         (_Scalar, "of one element"),
     ],
