@@ -9,17 +9,11 @@ for each activation and each gradient. With a and b from the two recordings, d =
     mean      sum(d) / (n rms(a))              a constant is added to all elements (activations only)
     channels  rms over the last dim of the mean of d over the others, / rms(a)     (activations only)
 
-A fifth direction tests one hypothesis, a tanh GELU instead of an erf GELU. Where y = x Phi(x) for an earlier activation x, each
-recording has its own estimate sum((y - erf(x)) h) / sum(h h) with h = tanh(x) - erf(x), which is 0 for erf and 1 for tanh:
+Two more are estimated from each side's own input, so that differences of the input cancel
+(`crossframe.verdict.norms_and_gelus`):
 
-    tanh      the estimate of b minus that of a; it must exceed 1/2, which no rounding of a constant does
-
-A sixth direction tests norms, for example a different epsilon. Where y is an RMS norm, layer norm or batch norm of its module's
-input up to a factor g for each channel, each recording's g is estimated from its own input, so that differences of the input
-cancel. Any function that is affine in each channel looks like a batch norm, so its g must also be a weight of the module, up to
-5 %:
-
-    gain      sum((g of b - g of a) (g of a)) / sum(g of a squared)
+    tanh      how much of a tanh GELU an erf GELU is
+    gain      what a norm multiplies its normalised input by, for example with another epsilon
 
 A seventh direction tests what scales all gradients alike, for example another loss. Its error is smaller than that of each slope:
 
@@ -73,7 +67,6 @@ Averages are taken over the first step, the first 2, 4, 8 ... and all steps. The
 fewest steps, and among these the first quantity in causal order, because later steps carry a fault to all quantities.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -81,22 +74,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
-from crossframe.recording.event_format import BACKWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
+from crossframe.dtypes import unit_roundoff
+from crossframe.recording.event_format import BACKWARD, REDUCE
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
+from crossframe.verdict.norms_and_gelus import Estimates, Recogniser
+from crossframe.verdict.student import student_limit
 
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON = "slope", "size", "mean", "channels", "tanh", "gain", "common"
 DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON)
 OF_OWN_INPUT = (TANH, GAIN)
 """Directions that are estimated from each side's own input, so that differences of the input cancel."""
-RMS, LAYER, BATCH, BATCH_LAST = "RMS norm", "layer norm", "batch norm", "batch norm over the last dim"
 _COARSE = 2.0**-12
 """The smallest unit roundoff at which directions are tested: bfloat16 and float16, not float32."""
 _MOST_CHANNELS = 1 << 14
-_MOST_ELEMENTS = 1 << 15
-"""The number of elements of a possible GELU that are used."""
-_NEARBY = 4
-"""The number of earlier activations of the same shape that are tried as the input of a GELU."""
 _LEAST_EFFECT = {TANH: 0.5}
 _LEAST_GRADIENTS = 4
 """The number of gradients from which on their common factor is tested."""
@@ -116,13 +106,8 @@ class Sums:
     signed: float = 0.0
     total: float = 0.0
     rows: int = 0
-    way: float = 0.0
-    along: float = 0.0
     channels: np.ndarray | None = None
-    gains: np.ndarray | None = None
-    statistics: frozenset[tuple[int, float]] = frozenset()
-    """Of a batch norm: (channel, standard deviation in the low dtype)."""
-    cast: float = 0.0
+    own_input: Estimates = field(default_factory=Estimates)
 
     @classmethod
     def of(cls, quantity: Quantity) -> "Sums":
@@ -142,14 +127,12 @@ class Sums:
 
     def __iadd__(self, other: "Sums") -> "Sums":
         same = self.channels is not None and other.channels is not None and self.channels.shape == other.channels.shape
-        if other.gains is not None:
-            self.gains = other.gains if self.gains is None else self.gains + other.gains
         if not self.numel:
             self.channels = other.channels
         else:
             self.channels = self.channels + other.channels if same else None  # type: ignore[operator]
-        self.cast, self.statistics = max(self.cast, other.cast), self.statistics | other.statistics
-        for name in ("numel", "squares", "products", "sizes", "signed", "total", "rows", "way", "along"):
+        self.own_input += other.own_input
+        for name in ("numel", "squares", "products", "sizes", "signed", "total", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
@@ -161,12 +144,10 @@ class Sums:
         if not self.sizes:
             return
         yield SIZE, self.signed / self.sizes
-        if self.gains is not None and (varying := (self.gains[1] > 0) & (self.gains[3] > 0)).any():
-            of = self.gains[:, varying]
-            first, second = of[0] / of[1], of[2] / of[3]
-            yield GAIN, float(np.vdot(second - first, first) / np.vdot(first, first))
-        if self.way:
-            yield TANH, self.along / self.way
+        if (gain := self.own_input.gain) is not None:
+            yield GAIN, gain
+        if (tanh := self.own_input.tanh) is not None:
+            yield TANH, tanh
         if kind == ACTIVATION:
             typical = math.sqrt(self.squares / self.numel)
             yield MEAN, self.total / self.numel / typical
@@ -180,23 +161,11 @@ class Tally:
 
     of: dict[Key, dict[int, Sums]] = field(default_factory=dict)
     first: dict[Key, Quantity] = field(default_factory=dict)
-    _recent: dict[tuple[int, int], list[Sequence[Quantity]]] = field(default_factory=dict)
-    _gelu_of: dict[str, str] = field(default_factory=dict)
-    _norms: dict[str, str | None] = field(default_factory=dict)
-    _weights: dict[str, np.ndarray] = field(default_factory=dict)
+    _recogniser: Recogniser = field(default_factory=Recogniser)
 
     def note_weights(self, group: Sequence[Quantity]) -> None:
         """Note a parameter of the first recording, as a possible weight of a norm."""
-        if group[0].phase in (PARAMETERS, UPDATE) and group[0].a.ndim == 1 and not group[0].sketched:
-            self._weights[group[0].parameter] = finite(group[0].a)
-
-    def _weight(self, module: str, products: np.ndarray, squares: np.ndarray) -> np.ndarray | None:
-        """The parameter of a module that is the factor of its norm, up to 5 % in each channel; None if there is none."""
-        for name, weight in self._weights.items():
-            same = name.rpartition(".")[0] == module and weight.shape == squares.shape
-            if same and np.all(np.abs(products - weight * squares) <= 0.05 * np.abs(weight) * squares):
-                return weight
-        return None
+        self._recogniser.note_weights(group)
 
     def add(self, group: Sequence[Quantity]) -> None:
         """Add a group: the same quantity on several ranks."""
@@ -212,46 +181,7 @@ class Tally:
             if quantity.a.shape == quantity.b.shape and quantity.a.size:
                 sums += Sums.of(quantity)
         if kind == ACTIVATION and not group[0].sketched:
-            self._note_functions(group, sums)
-
-    def _note_functions(self, group: Sequence[Quantity], sums: Sums) -> None:
-        """Add the sums of an activation that is a GELU of an earlier one, or a norm of its module's input."""
-        at, name = (group[0].step, group[0].microbatch), group[0].name
-        recent = self._recent.setdefault(at, [])
-        if len(self._recent) > 1:
-            self._recent = {at: recent}
-        alike = [each for each in recent if each[0].a.shape == group[0].a.shape][-_NEARBY:]
-        if name not in self._gelu_of:
-            found = (
-                each[0].name for each in alike if _is_gelu(each[0].a, group[0].a) and _is_gelu(each[0].b, group[0].b)
-            )
-            self._gelu_of[name] = next(found, "")
-        if self._gelu_of[name]:
-            given = next((each for each in alike if each[0].name == self._gelu_of[name]), ())
-            for x, y in zip(given, group, strict=False):
-                first, second = (_estimate(*both) for both in ((x.a, y.a), (x.b, y.b)))
-                sums.way += first[1]
-                # From the other recording's own inputs, whose sum of squares is nearly the same.
-                sums.along += second[0] * (first[1] / second[1] if second[1] else 0.0) - first[0]
-        given = next(
-            (each for each in recent if group[0].use == OUTPUT and each[0].name == f"input of {group[0].module}"), ()
-        )
-        for x, y in zip(given, group, strict=False):
-            if x.a.shape != y.a.shape or y.a.ndim < 2:
-                continue
-            if name not in self._norms:
-                self._norms[name] = _norm_of(x.a, y.a)
-            if (norm := self._norms[name]) is None:
-                continue
-            gains = np.array([*_gains(x.a, y.a, norm), *_gains(x.b, y.b, norm)])
-            weight = self._weight(group[0].module, *gains[:2])
-            if weight is None and self._weights and norm in (BATCH, BATCH_LAST):
-                continue
-            sums.cast = max(sums.cast, _gain_of_cast(weight, coarser(*y.dtypes)))
-            sums.gains = gains if sums.gains is None else sums.gains + gains
-            if norm in (BATCH, BATCH_LAST):
-                sums.statistics |= _statistics(x.b, 1 if norm == BATCH else -1, coarser(*y.dtypes))
-        recent.append(group)
+            sums.own_input += self._recogniser.estimates(group)
 
     @property
     def keys(self) -> list[Key]:
@@ -412,9 +342,9 @@ def directions_of(
     for key, stop, name, value, error, degrees in measured:
         smallest, cast = _LEAST_EFFECT.get(name, resolution), 0.0
         if name == GAIN:
-            sums = pair.within(key, stop)
-            smallest *= min(1.0, 5 / math.sqrt(3 * max(1, len(sums.statistics))))
-            cast = sums.cast if casts else 0.0
+            own = pair.within(key, stop).own_input
+            smallest *= min(1.0, 5 / math.sqrt(3 * max(1, len(own.statistics))))
+            cast = own.cast if casts else 0.0
         limit = max(student_limit(chances[name], degrees) * error + cast, smallest)
         if stop == pair.windows[-1]:
             effects.setdefault((key[0], name), []).append(limit)
@@ -428,80 +358,6 @@ def directions_of(
     return Directions(found, power, near, len(measured))
 
 
-def _erf(x: np.ndarray) -> np.ndarray:
-    """erf with an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below the resolution of low precision."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.sign(x) * (1 - series * np.exp(-x * x))
-
-
-def _gelu_by_erf(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
-
-
-def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """sum((y - erf(x)) h) and sum(h h) with h = tanh(x) - erf(x)."""
-    x, y = (finite(side).reshape(-1)[:_MOST_ELEMENTS] for side in (x, y))
-    by_erf = _gelu_by_erf(x)
-    way = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) - by_erf
-    return float(np.vdot(y - by_erf, way)), float(np.vdot(way, way))
-
-
-def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether y is an erf or tanh GELU of x; these differ by at most 5e-4, less than rounding in low precision."""
-    x, y = (finite(side).reshape(-1)[:512] for side in (x, y))
-    apart, size = float(np.linalg.norm(y - _gelu_by_erf(x))), float(np.linalg.norm(y))
-    return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
-
-
-def _gains(x: np.ndarray, y: np.ndarray, norm: str) -> tuple[np.ndarray, np.ndarray]:
-    """sum(y n) and sum(n n) by channel, where n is the normalised x; for norms that add a bias, y minus its mean."""
-    dim = 1 if norm == BATCH else -1
-    x, y = (np.moveaxis(finite(side), dim, -1).reshape(-1, side.shape[dim]) for side in (x, y))
-    if norm == LAYER:
-        x = x - x.mean(axis=1, keepdims=True)
-    if norm != RMS:
-        y = y - y.mean(axis=0, keepdims=True)
-    if norm in (BATCH, BATCH_LAST):
-        x = x - x.mean(axis=0, keepdims=True)
-    of = 0 if norm in (BATCH, BATCH_LAST) else 1
-    normed = x / np.sqrt(np.maximum(np.square(x).mean(axis=of, keepdims=True), np.finfo(np.float64).tiny))
-    if norm == LAYER:
-        normed -= normed.mean(axis=0, keepdims=True)
-    return (y * normed).sum(axis=0), np.square(normed).sum(axis=0)
-
-
-def _norm_of(x: np.ndarray, y: np.ndarray) -> str | None:
-    """The norm of x that y is, up to a factor and a bias for each channel; None if it is none of them."""
-    for norm in (RMS, LAYER, BATCH, BATCH_LAST):
-        dim = 1 if norm == BATCH else -1
-        if y.shape[dim] < 2 or y.size == y.shape[dim]:
-            continue
-        products, squares = _gains(x, y, norm)
-        if not squares.all() or not products.all():
-            continue
-        flat = np.moveaxis(finite(y), dim, -1).reshape(-1, y.shape[dim])
-        size = np.square(flat - flat.mean(axis=0) if norm != RMS else flat).sum()
-        # The residual of y after fitting a factor for each channel.
-        if size - np.square(products / np.sqrt(squares)).sum() <= 0.01 * size:
-            return norm
-    return None
-
-
-def _statistics(x: np.ndarray, dim: int, dtype: str) -> frozenset[tuple[int, float]]:
-    """The standard deviation of each channel, in a low dtype."""
-    deviations = np.moveaxis(finite(x), dim, -1).reshape(-1, x.shape[dim]).std(axis=0)
-    return frozenset(enumerate(deviations.astype(numpy_dtype(dtype)).astype(np.float64).tolist()))
-
-
-def _gain_of_cast(weight: np.ndarray | None, dtype: str) -> float:
-    """The effect on a norm's gain of casting its weight; the largest possible one if the weight is not known."""
-    if weight is None:
-        return unit_roundoff(dtype)
-    cast = weight.astype(numpy_dtype(dtype)).astype(np.float64)
-    return abs(float(np.vdot(cast - weight, weight) / np.vdot(weight, weight)))
-
-
 def _errors(
     perturbed: Sequence[Sequence[Tally]], casts: Casts | None, key: Key, stop: int
 ) -> dict[str, tuple[float, int]]:
@@ -511,7 +367,7 @@ def _errors(
     for runs in perturbed:
         for name, error in _root_mean_squares([run.directions(key, stop) for run in runs]).items():
             found[name] = max((error, degrees), found.get(name, (0.0, degrees)))
-    if GAIN in found and all(runs[0].within(key, stop).statistics for runs in perturbed):
+    if GAIN in found and all(runs[0].within(key, stop).own_input.statistics for runs in perturbed):
         found[GAIN] = max(_gain_error(runs, key, stop) for runs in perturbed)
     if casts is None or not casts.perturbed:
         return found
@@ -527,8 +383,10 @@ def _errors(
 def _gain_error(runs: Sequence[Tally], key: Key, stop: int) -> tuple[float, int]:
     """The standard error of a batch norm's gain, whose errors at different steps are independent, and its degrees of freedom."""
     sums = runs[0].of[key]
-    of_step = max(len(each.statistics) for each in sums.values())
-    in_all, in_window = (max(1.0, len(runs[0].within(key, end).statistics) / of_step) for end in (max(sums) + 1, stop))
+    of_step = max(len(each.own_input.statistics) for each in sums.values())
+    in_all, in_window = (
+        max(1.0, len(runs[0].within(key, end).own_input.statistics) / of_step) for end in (max(sums) + 1, stop)
+    )
     by_step = [_root_mean_squares([dict(run.of[key][step].directions(key[0])) for run in runs]) for step in sums]
     squares = [values[GAIN] ** 2 for values in by_step if GAIN in values]
     return math.sqrt(sum(squares) / len(squares) / in_window), int(len(runs) * in_all)
@@ -541,35 +399,3 @@ def _root_mean_squares(values: Sequence[dict[str, float]]) -> dict[str, float]:
         for name in values[0]
         if all(name in of for of in values)
     }
-
-
-@functools.cache
-def student_limit(chance: float, degrees: int) -> float:
-    """The t that |T| of Student's distribution exceeds with probability `chance`.
-
-    >>> [round(student_limit(0.05, k), 3) for k in (1, 2, 4, 30)]
-    [12.706, 4.303, 2.776, 2.042]
-    >>> round(student_limit(1e-7, 4), 1)
-    88.0
-    """
-    low, high = 0.0, 1.0
-    while _student_tail(high, degrees) > chance and high < 1e12:
-        low, high = high, 2 * high
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_tail(middle, degrees) > chance else (low, middle)
-    return high
-
-
-def _student_tail(t: float, degrees: int) -> float:
-    """The probability that |T| > t (M. Abramowitz, I. Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4)."""
-    angle = math.atan2(t, math.sqrt(degrees))
-    cosine = math.cos(angle)
-    term = total = math.cos(angle) if degrees % 2 else 1.0
-    for i in range(3 if degrees % 2 else 2, degrees, 2):
-        term *= cosine**2 * (i - 1) / i
-        total += term
-    if degrees == 1:
-        total = 0.0
-    inside = math.sin(angle) * total
-    return 1 - (2 / math.pi * (angle + inside) if degrees % 2 else inside)

@@ -51,13 +51,14 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.verdict.direction import Casts, Directions, Tally, directions_of, student_limit
+from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import distance, inner_distance, ratio, trimmed_distance
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
 from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.precision import Implied
+from crossframe.verdict.student import student_limit
 
 FALSE_POSITIVE_RATE = 1e-3
 """The probability that a correct pair is called a bug, if perturbed runs round as the other recording does."""

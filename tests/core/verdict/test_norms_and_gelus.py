@@ -1,0 +1,45 @@
+"""Norms and GELUs among recorded activations, and what each side computes from its own input."""
+
+import numpy as np
+import pytest
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.verdict.norms_and_gelus import Recogniser
+from tests.core.helpers.quantities import quantity
+
+LOW = numpy_dtype("bfloat16")
+WEIGHT, BIAS = np.linspace(0.5, 2, 8), np.linspace(-3, 3, 8)
+
+
+def low(array):
+    """Rounded to bfloat16, in float64."""
+    return array.astype(LOW).astype(np.float64)
+
+
+def estimates(x, y, weight=WEIGHT):
+    """The estimates of the output of a module of which both sides have the same input and output."""
+    recogniser = Recogniser()
+    recogniser.note_weights([quantity(weight, weight, phase="parameters", parameter="norm.weight")])
+    made = [
+        quantity(side.astype(LOW), side.astype(LOW), phase="forward", module="norm", use=use, parameter="")
+        for side, use in ((x, "input"), (y, "output"))
+    ]
+    recogniser.estimates([made[0]])
+    return recogniser.estimates([made[1]])
+
+
+@pytest.mark.parametrize("bias", [0.0, BIAS], ids=["alone", "bias"])
+def test_a_batch_norm_is_recognised_whose_every_operation_rounds(bias):
+    x = low(np.random.default_rng(0).normal(0.5, 0.3, size=(500, 8)))
+    apart, reciprocal = low(x - x.mean(axis=0)), low(1 / np.sqrt(x.var(axis=0) + 1e-5))
+    y = low(low(low(apart * reciprocal) * WEIGHT) + bias)
+    found = estimates(x, y)
+    assert found.gain == 0.0 and len(found.statistics) == 8
+
+
+@pytest.mark.parametrize(("off", "recognised"), [(0.015, True), (0.025, False)])
+def test_a_gain_is_the_weight_up_to_five_roundings(off, recognised):
+    """5 u are 2 % in bfloat16. A function that is affine in each channel has another gain."""
+    x = low(np.random.default_rng(0).normal(size=(500, 8)))
+    y = (x - x.mean(axis=0)) / x.std(axis=0) * WEIGHT
+    assert (estimates(x, np.where(np.arange(8) == 3, 1 + off, 1) * y).gain is not None) is recognised
