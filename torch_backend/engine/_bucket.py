@@ -190,14 +190,18 @@ class Bucket:
         layout, self._reduced = self.layout, range(len(grads))
         if missing_grad(self._api, unit_used=True) is Missing.NONE:
             present = [grad is not None for grad in grads]
-            leaves = () if all(present) else self.buffer.leaves
-            unused = [not some and leaf.requires_grad for some, leaf in zip(present, leaves, strict=False)]
-            self.unused.lack(unused)
-            travels = tuple(some or lacks for some, lacks in zip(present, unused, strict=False))
-            if not layout.contiguous and not all(travels):
-                layout = self._layout_of(travels)
-                self._reduced = [i for i, some in enumerate(travels) if some]
-                grads = [grads[i] for i in self._reduced]
+            if all(present):
+                self.unused.lack(())
+            else:
+                unused = [
+                    not some and leaf.requires_grad for some, leaf in zip(present, self.buffer.leaves, strict=True)
+                ]
+                self.unused.lack(unused)
+                travels = tuple(some or lacks for some, lacks in zip(present, unused, strict=True))
+                if not layout.contiguous and not all(travels):
+                    layout = self._layout_of(travels)
+                    self._reduced = [i for i, some in enumerate(travels) if some]
+                    grads = [grads[i] for i in self._reduced]
         self.grads.start(grads, layout, unit=unit, hook=hook, all_reduce=all_reduce)
 
     def _layout_of(self, trained: tuple[bool, ...]) -> Layout:
