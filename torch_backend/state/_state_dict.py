@@ -2,8 +2,9 @@
 
 While a state dict is made, the module registers what the state dict should hold. So the module itself decides the order and the
 names of the keys, together with the hooks of activation checkpointing and of users. For a full state dict it registers full
-parameters, gathered unit by unit. For a sharded one it registers PieceTensors, which become rows of each parameter afterwards, by
-one all-to-all for each unit and without full parameters. To load, the module copies into PieceTensors, which alias the shards.
+parameters, views of the memory that each unit was gathered into. For a sharded one it registers PieceTensors, which become rows
+of each parameter afterwards, by one all-to-all for each unit and without full parameters. To load, the module copies into
+PieceTensors, which alias the shards.
 """
 
 import warnings
