@@ -83,9 +83,13 @@ def load_plainly(module: nn.Module, state: Mapping[str, Any]) -> bool:
     if not plain or any(seen[key][1:2] != (param.shape,) or param.is_meta for key, (_, param) in entries.items()):
         _checked.update(expected.sharded)
         return False
-    with torch.no_grad():
-        for key, (_, param) in entries.items():
-            param.copy_(state[key])
+    try:
+        with torch.no_grad():
+            for key, (_, param) in entries.items():
+                param.copy_(state[key])
+    except Exception:  # torch's loop copies the rest, and its error lists all that failed
+        _checked.update(expected.sharded)
+        return False
     for unit in units:
         for bucket in unit.buckets:
             bucket.registrar.adopt_loaded()

@@ -551,13 +551,15 @@ def _loaded(rank: int, world_size: int, package: str, kind: type[nn.Module], how
         model[0].register_load_state_dict_post_hook(lambda module, _: called.append(type(module).__name__))
     elif how == "of one element":
         state["1.scale"] = state["1.scale"].reshape(1)
+    elif how == "of no data":
+        state["1.scale"] = torch.empty((), device="meta")
     elif how == "without its extra state":
         del state["1._extra_state"]
     part = {key.removeprefix("1."): value for key, value in state.items() if key.startswith("1.")}
     try:
         result = model[1].load_state_dict(part) if kind is _Overriding else model.load_state_dict(state)
-    except RuntimeError:
-        return ["refused"]
+    except RuntimeError as error:
+        return [str(error).partition(" in ")[0]]
     values = [
         value.full_tensor() if isinstance(value, DTensor) else value
         for value in model.state_dict().values()
@@ -577,6 +579,7 @@ def _loaded(rank: int, world_size: int, package: str, kind: type[nn.Module], how
         (_Extra, "without its extra state"),
         (_Overriding, "plainly"),
         (_Scalar, "of one element"),
+        (_Scalar, "of no data"),
     ],
 )
 def test_R36_a_model_loads_as_its_modules_do(ranks, kind, how):
