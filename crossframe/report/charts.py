@@ -36,6 +36,7 @@ class Drawn:
     beginning: str
     steps: list[tuple[float, str]]
     levels: list[tuple[str, str]]
+    marked: bool
     phases: list[tuple[str, Worst, bool]]
     losses: Markup
     differences: Markup | None
@@ -46,7 +47,7 @@ def drawn_of(one: PairSeries) -> Drawn:
     judged = one.verdict.judged
     parted = one.verdict.parted.phase if one.verdict.parted else ""
     found, lines = phases(judged), _excess_lines(one, parted)
-    heat = heat_map(judged, [unit for unit, _ in one.sharding.units]) if judged else None
+    heat = heat_map(judged, [unit for unit, _ in one.sharding.units], one.verdict.parted) if judged else None
     return Drawn(
         place=place_of(one.verdict.first_divergence, one.sharding),
         excess=_excess_chart(lines, found) if lines else None,
@@ -56,6 +57,7 @@ def drawn_of(one: PairSeries) -> Drawn:
         beginning=common_beginning(heat) if heat else "",
         steps=step_names(heat) if heat else [],
         levels=heat_levels(heat) if heat else [],
+        marked=heat is not None and heat.first is not None,
         phases=[(sentences.PHASES[phase], worst, phase == parted) for phase, worst in found.items()],
         losses=_loss_chart(one),
         differences=_difference_chart(one),

@@ -75,7 +75,7 @@ class HeatMap:
         rows: the units of each row: one, or neighbours together.
         columns: the steps of each column: one, or neighbours together.
         cells: (row, column) -> the worst there; nothing was compared where there is none.
-        first: the cell of the first quantity that is outside.
+        first: the cell of the first difference; None if there is none.
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -84,17 +84,18 @@ class HeatMap:
     first: tuple[int, int] | None
 
 
-def heat_map(judged: Sequence[Judged], units: Sequence[str]) -> HeatMap:
+def heat_map(judged: Sequence[Judged], units: Sequence[str], parted: Judged | None = None) -> HeatMap:
     """The summary of each unit at each step.
 
     Args:
         units: in the order of forward; a unit of several buckets may stand there several times.
+        parted: the entry of the first difference; None: the first quantity that exceeds its bound.
 
-    Steps with only a recorded loss are omitted, unless a loss exceeds its bound or there are no other steps. If there are too
-    many units or steps, neighbours share a row or a column.
+    Steps with only a recorded loss are omitted, unless it exceeds its bound or is the first difference, or there are no other
+    steps. If there are too many units or steps, neighbours share a row or a column.
     """
     names = list(dict.fromkeys([*units, *(one.unit for one in judged)]))
-    telling = {one.step for one in judged if one.event != "loss" or one.beyond}
+    telling = {one.step for one in judged if one.event != "loss" or one.beyond or one is parted}
     steps = sorted(telling or {one.step for one in judged})
     rows, columns = _together(names, MOST_ROWS), _together(steps, MOST_COLUMNS)
     row_of = {name: i for i, row in enumerate(rows) for name in row}
@@ -103,7 +104,7 @@ def heat_map(judged: Sequence[Judged], units: Sequence[str]) -> HeatMap:
     for one in judged:
         if one.step in column_of:
             found.setdefault((row_of[one.unit], column_of[one.step]), []).append(one)
-    first = first_beyond(judged)
+    first = parted or first_beyond(judged)
     return HeatMap(
         rows,
         columns,

@@ -461,6 +461,7 @@ def test_a_heat_map_has_units_in_the_order_of_forward_and_the_worst_of_each():
     }  # fmt: skip
     assert heat_map([some[3]], [""]).columns == ((1,),)
     assert heat_map(some[:1], [""]).first is None
+    assert heat_map(some, ["", "a", "b"], some[3]).first == (0, 1)  # inside its bound, as in a different computation
 
 
 @pytest.mark.parametrize("num_units, num_steps", [(300, 100), (41, 61), (40, 60), (1, 1000)])
