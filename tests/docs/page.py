@@ -1,4 +1,5 @@
-"""Runs the blocks of a page of the documentation in order, in one empty folder: `python -m tests.docs.page [--update] PAGE`.
+"""Runs the blocks of pages of the documentation in order, each in an empty folder:
+`python -m tests.docs.page [--update] [--screenshots] PAGE ...`.
 
 | block | what happens |
 |---|---|
@@ -11,6 +12,10 @@
 A block that cannot run here has the word notest after its language, and above it `<!-- notest: REASON -->`. A command that fails
 must be followed by its output. What is written to the folder `pictures` must be equal to the files in `pictures` beside the page.
 
+<!-- screenshot: page.html 900x700 pictures/page.png --> after a block states how a picture is made of a page that the block
+wrote: the size of the window, and the file relative to the page of the documentation. --screenshots makes these pictures, in
+chromium; they are not compared, since fonts differ between machines.
+
 The exit status is 1 if an output or a picture differs; --update then replaces it. It is 2 if the page is invalid or code fails.
 """
 
@@ -21,20 +26,24 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir
+from dataclasses import dataclass
 from doctest import ELLIPSIS, DocTestParser, DocTestRunner, OutputChecker
 from pathlib import Path
 from typing import Any
 
 from crossframe.errors import UsageError
 from experiments.teach.run import PICTURES, Block, Lesson, blocks_of, printed_by, with_outputs
+from tests.browser import screenshot
 
 ROOT = Path(__file__).parents[2]
 RUN = ("python", "console")
 NOT_RUN = ("text", "bash", "toml", "json", "yaml")
 NOTEST = "notest"
 _REASON = re.compile(rf"<!-- {NOTEST}: .{{10,}} -->")
-# A measured difference, of which another processor may have other digits, and the spaces that align it.
-_MEASURED = re.compile(r" *\b\d+(?:\.\d+)?e[-+]\d+\b|(?<=at most )\S+(?= of the bound)")
+# A measured difference, of which another processor may have other digits, and the spaces that align it; the number of
+# quantities without one.
+_MEASURED = re.compile(r" *\b\d+(?:\.\d+)?e[-+]\d+\b|(?<=at most )\S+(?= of the bound)|\d+(?= equal; at most)")
+_SCREENSHOT = re.compile(r"^<!-- screenshot: (\S+) (\d+)x(\d+) (\S+) -->$", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"/][^"]*)"')
 # A user's shell has none of these; the tests' process may.
 _NOT_PASSED = ("XLA_", "JAX_", "PYTHON", "CROSSFRAME_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "FORCE_COLOR")
@@ -70,11 +79,46 @@ def title_of(block: Block) -> str | None:
     return found[1] if found else None
 
 
-def run(path: Path, *, exact: bool = False) -> Lesson:
+@dataclass(frozen=True)
+class Screenshot:
+    """A picture of a page that a block writes.
+
+    Attributes:
+        line: where the page of the documentation states it.
+        source: the page, and the fragment of its URL if it has one.
+        width: of the window, in pixels.
+        height: of the window, in pixels.
+        target: the picture.
+    """
+
+    line: int
+    source: str
+    width: int
+    height: int
+    target: Path
+
+    def take(self) -> None:
+        file, _, fragment = self.source.partition("#")
+        with tempfile.TemporaryDirectory() as profile:
+            url = f"{Path(file).resolve().as_uri()}#{fragment}"
+            screenshot(url, Path(profile), self.target, self.width, self.height)
+
+
+def screenshots_of(path: Path) -> list[Screenshot]:
+    """The screenshots that a page states, in order."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        Screenshot(text.count("\n", 0, m.start()), m[1], int(m[2]), int(m[3]), (path.parent / m[4]).resolve())
+        for m in _SCREENSHOT.finditer(text)
+    ]
+
+
+def run(path: Path, *, exact: bool = False, screenshots: bool = False) -> Lesson:
     """Run a page.
 
     Args:
         exact: also compare measured differences, which another processor may give other digits.
+        screenshots: also make the pictures that the page states, in their places.
 
     Raises:
         UsageError: an invalid block, code that raises, or a command that fails and is not followed by its output.
@@ -83,10 +127,13 @@ def run(path: Path, *, exact: bool = False) -> Lesson:
     lines = found.splitlines(keepends=True)
     namespace: dict[str, Any] = {"__name__": path.stem}
     printed: dict[Block, str] = {}
+    pending = screenshots_of(path) if screenshots else []
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         drawings = Path(PICTURES)
         drawings.mkdir()
         for block in blocks_to_run(path):
+            while pending and pending[0].line < block.start:
+                pending.pop(0).take()
             if (title := title_of(block)) is not None:
                 Path(title).parent.mkdir(parents=True, exist_ok=True)
                 Path(title).write_text(block.code, encoding="utf-8")
@@ -97,6 +144,8 @@ def run(path: Path, *, exact: bool = False) -> Lesson:
             expected = "".join(lines[start + 1 : stop - 1])
             texts = (expected, got) if exact else (_MEASURED.sub("#", expected), _MEASURED.sub("#", got))
             printed[block] = expected if OutputChecker().check_output(*texts, ELLIPSIS) else got
+        for each in pending:
+            each.take()
         pictures = {file.name: file.read_text(encoding="utf-8") for file in sorted(drawings.iterdir())}
     return Lesson(path, found, with_outputs(found, printed), pictures, ())
 
@@ -147,9 +196,10 @@ def _commands(code: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--update"]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    options = {"exact": "--update" in sys.argv, "screenshots": "--screenshots" in sys.argv}
     try:
-        pages = [run(Path(argument).resolve(), exact="--update" in sys.argv) for argument in arguments]
+        pages = [run(Path(argument).resolve(), **options) for argument in arguments]
     except UsageError as error:
         sys.exit(f"{error}")
     if "--update" in sys.argv:

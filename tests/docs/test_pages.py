@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from crossframe.errors import UsageError
 from experiments.teach.run import LESSONS
-from tests.docs.page import ROOT, blocks_to_run, run
+from tests.browser import needs_chromium
+from tests.docs.page import ROOT, blocks_to_run, run, screenshots_of
 
 # Lessons have tests of their own.
 PAGES = [Path("README.md")]
@@ -46,6 +48,12 @@ def test_pictures_of_guides_are_shown():
     assert shown == {path.name for path in (ROOT / GUIDES / "pictures").glob("*")}
 
 
+def test_every_screenshot_can_be_made_again_and_is_small():
+    stored = set((ROOT / "docs").rglob("*.png"))
+    assert {each.target for page in PAGES for each in screenshots_of(ROOT / page)} == stored
+    assert {path: size for path in stored if (size := path.stat().st_size) > 150_000} == {}
+
+
 def page_of(folder: Path, *parts: str) -> Path:
     """A page of these parts; a part "python:..." is a block of that language."""
     path = folder / "page.md"
@@ -75,6 +83,20 @@ def test_an_output_that_differs_is_found_and_replaced(tmp_path):
     assert "-one three" in differences and "+one two" in differences and "+1" in differences
     run(page).write()
     assert run(page).differences() == []
+
+
+@needs_chromium
+def test_a_screenshot_shows_the_page_as_it_is_there(tmp_path):
+    page = page_of(
+        tmp_path,
+        "python:from pathlib import Path\n_ = Path('a.html').write_text('<body bgcolor=red>')",
+        "<!-- screenshot: a.html 200x100 a.png -->",
+        "python:_ = Path('a.html').write_text('<body bgcolor=blue>')",
+    )
+    assert run(page).differences() == [] and not (tmp_path / "a.png").exists()
+    run(page, screenshots=True)
+    with Image.open(tmp_path / "a.png") as drawn:
+        assert drawn.size == (200, 100) and drawn.convert("RGB").getpixel((9, 9)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize(
