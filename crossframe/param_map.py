@@ -2,10 +2,10 @@
 
 The names and the axis order of torch are canonical: recordings, shards and checkpoints of every framework use them.
 
-In most cases a parameter of torch is one array of flax with its axes in another order. Attention differs in two ways: flax keeps
+In most cases a parameter of torch is one array of flax with its dims in another order. Attention differs in two ways: flax keeps
 heads separate, with (width, num_heads, head_width) instead of torch's (width, width); and torch may store query, key and value in
-one parameter of (3 * width, width), where flax has three arrays. An entry can therefore also split a canonical dim and join
-several arrays. Nothing is computed, so a round trip gives the same bits.
+one parameter of (3 * width, width), where flax has three arrays. An entry therefore has a pattern (`crossframe.rearrange`), and
+can join several arrays. Nothing is computed, so a round trip gives the same bits.
 """
 
 from collections import Counter
@@ -18,6 +18,7 @@ import numpy as np
 
 from crossframe.errors import MappingError
 from crossframe.quoting import quote
+from crossframe.rearrange import Rearrangement
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,20 @@ class MapEntry:
     Attributes:
         name: canonical (torch) name.
         path: flax path, with parts joined by "."; or a tuple of paths whose arrays are concatenated along canonical dim 0.
-        axes: the argument of `numpy.transpose` that converts a flax array to torch's axis order; None: the same order.
-        split: None, or (dim, size): this dim of the canonical array is two dims in flax, the inner of which has this size.
+        pattern: from a flax array to the canonical one (`crossframe.rearrange`); None: the same.
         rows: for several paths, the number of canonical rows of each; None: the same number.
 
     Raises:
         MappingError: a field is invalid.
 
-    >>> query = MapEntry("query.weight", "query.kernel", axes=(1, 2, 0), split=(0, 4))
+    >>> query = MapEntry("query.weight", "query.kernel", "i h w=4 -> (h w) i")
     >>> query.canonical_shape((12, 3, 4)), query.from_canonical(np.zeros((12, 12))).shape
     ((12, 12), (12, 3, 4))
     """
 
     name: str
     path: str | tuple[str, ...]
-    axes: tuple[int, ...] | None = None
-    split: tuple[int, int] | None = None
+    pattern: str | None = None
     rows: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -53,13 +52,10 @@ class MapEntry:
             raise MappingError(
                 f"an entry needs a path: expected a non-empty string, or a tuple of them, got {quote(self.path)}"
             )
-        if self.axes is not None and not _is_permutation(self.axes):
-            raise MappingError(f"parameter {self.name!r}: expected a permutation as axes, got {quote(self.axes)}")
-        if self.split is not None and not _is_split(self.split, self.axes):
-            raise MappingError(
-                f"parameter {self.name!r}: expected as split a canonical dim and the size of the inner of two dims, which the "
-                f"axes count, got {quote(self.split)} with axes {self.axes}"
-            )
+        try:
+            self._rearrangement  # noqa: B018 (raises for an invalid pattern)
+        except MappingError as error:
+            raise MappingError(f"parameter {self.name!r}: {error}") from None
         if self.rows is not None and not (_are_sizes(self.rows) and len(self.rows) == len(paths) > 1):
             raise MappingError(
                 f"parameter {self.name!r}: expected as rows a positive number for each of several paths, got "
@@ -72,14 +68,25 @@ class MapEntry:
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
     @property
-    def inverse_axes(self) -> tuple[int, ...] | None:
-        """The axes that transpose torch's array, after its dim is split, to flax's axis order."""
-        return None if self.axes is None else tuple(self.axes.index(i) for i in range(len(self.axes)))
+    def axes(self) -> tuple[int, ...] | None:
+        """The axes of `numpy.transpose` for the pattern; () without a pattern, None if it is more than a transposition."""
+        return () if self._rearrangement is None else self._rearrangement.axes
+
+    @property
+    def joined_dim(self) -> int | None:
+        """The canonical dim that is several dims in flax; None if there is no such dim."""
+        dims = () if self._rearrangement is None else self._rearrangement.right
+        return next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
+
+    @cached_property
+    def _rearrangement(self) -> Rearrangement | None:
+        return None if self.pattern is None else Rearrangement(self.pattern)
 
     def to_canonical(self, *arrays: Any) -> Any:
         """Convert flax arrays (numpy or JAX), one for each path, to the canonical array."""
         self._check_count(arrays)
-        parts = [self._merged(array if self.axes is None else array.transpose(self.axes)) for array in arrays]
+        form = self._rearrangement
+        parts = arrays if form is None else [form(array) for array in arrays]
         if len(parts) == 1:
             return parts[0]
         if all(isinstance(part, np.ndarray) for part in parts):
@@ -95,15 +102,13 @@ class MapEntry:
         if len(self.paths) > 1:
             start, stop = self._run(array.shape, path)
             array = array[start:stop]
-        if self.split is not None:
-            array = array.reshape(self._split_shape(array.shape))
-        return array if self.axes is None else array.transpose(self.inverse_axes)
+        return array if self._rearrangement is None else self._rearrangement.inverse(array)
 
     def canonical_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         """The canonical shape for flax arrays of these shapes, one for each path.
 
         Raises:
-            MappingError: the shapes do not match axes, split or rows, or cannot be concatenated.
+            MappingError: the shapes do not match the pattern or rows, or cannot be concatenated.
         """
         self._check_count(shapes)
         found = [self._one_shape(shape, path) for shape, path in zip(shapes, self.paths, strict=True)]
@@ -126,37 +131,17 @@ class MapEntry:
         if len(self.paths) > 1:
             start, stop = self._run(shape, path)
             shape = (stop - start, *shape[1:])
-        if self.split is not None:
-            shape = self._split_shape(shape)
-        return shape if self.inverse_axes is None else tuple(shape[i] for i in self.inverse_axes)
-
-    def _merged(self, array: Any) -> Any:
-        if self.split is None:
-            return array
-        dim, shape = self.split[0], array.shape
-        return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
-
-    def _split_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        assert self.split is not None
-        dim, size = self.split
-        return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+        return shape if self._rearrangement is None else self._rearrangement.inverse.shape(shape)
 
     def _one_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-        if self.axes is not None and len(self.axes) != len(shape):
-            raise MappingError(
-                f"parameter {self.name!r}: expected {len(shape)} axes for {path!r} of shape {shape}, got {self.axes}; "
-                "correct the map"
-            )
-        shape = shape if self.axes is None else tuple(shape[i] for i in self.axes)
-        if self.split is None:
+        if self._rearrangement is None:
             return shape
-        dim, size = self.split
-        if len(shape) < dim + 2 or shape[dim + 1] != size:
+        try:
+            return self._rearrangement.shape(shape)
+        except MappingError as error:
             raise MappingError(
-                f"parameter {self.name!r}: split {self.split} does not fit {path!r}, which has shape {shape} in torch's order: "
-                f"expected {size} at dim {dim + 1}"
-            )
-        return *shape[:dim], shape[dim] * size, *shape[dim + 2 :]
+                f"parameter {self.name!r}, {path!r} of shape {shape}: {error}; correct the map"
+            ) from None
 
     def _check_count(self, given: tuple[Any, ...]) -> None:
         if len(given) != len(self.paths):
@@ -171,26 +156,15 @@ class MapEntry:
         return sum(rows[:index]), sum(rows[: index + 1])
 
 
-def _is_permutation(axes: Any) -> bool:
-    return isinstance(axes, tuple) and all(type(i) is int for i in axes) and sorted(axes) == list(range(len(axes)))
-
-
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(value) is int and value > 0 for value in values)
-
-
-def _is_split(split: Any, axes: tuple[int, ...] | None) -> bool:
-    if not isinstance(split, tuple) or len(split) != 2 or not all(type(value) is int for value in split):
-        return False
-    dim, size = split
-    return dim >= 0 and size > 0 and (axes is None or dim + 1 < len(axes))
 
 
 @dataclass(frozen=True)
 class ParamMap:
     """A one-to-one map between canonical names and flax paths, in canonical order.
 
-    >>> pmap = ParamMap((MapEntry("fc.weight", "fc.kernel", (1, 0)), MapEntry("fc.bias", "fc.bias")))
+    >>> pmap = ParamMap((MapEntry("fc.weight", "fc.kernel", "i o -> o i"), MapEntry("fc.bias", "fc.bias")))
     >>> pmap.by_path["fc.kernel"].name
     'fc.weight'
     """
@@ -255,25 +229,50 @@ class ParamMap:
         return {path: self.by_path[path].from_canonical(arrays[self.by_path[path].name], path) for path in self.by_path}
 
     def to_json(self) -> list:
-        """The map as JSON: [name, path, axes] for each entry, or [name, paths, axes, split, rows] if it splits or joins."""
-        rows = []
+        """The map as JSON: [name, path, pattern] for each entry, or [name, paths, pattern, rows] for several paths."""
+        found = []
         for entry in self.entries:
-            row = [entry.name, entry.path, entry.axes]
-            if entry.split is not None or isinstance(entry.path, tuple):
-                row += [entry.split, entry.rows]
-            rows.append([list(value) if isinstance(value, tuple) else value for value in row])
-        return rows
+            row = [entry.name, entry.path, entry.pattern]
+            if isinstance(entry.path, tuple):
+                row = [entry.name, list(entry.path), entry.pattern, None if entry.rows is None else list(entry.rows)]
+            found.append(row)
+        return found
 
     @classmethod
     def from_json(cls, rows: list) -> "ParamMap":
         """The map that `to_json` wrote; MappingError if `rows` is not a map."""
         entries = []
         for row in rows if isinstance(rows, list) else [rows]:
-            if not isinstance(row, list) or len(row) not in (3, 5):
-                raise MappingError(f"expected a list of [name, path, axes], got {quote(row)}")
+            if not isinstance(row, list) or len(row) not in (3, 4, 5):
+                raise MappingError(f"expected a list of [name, path, pattern], got {quote(row)}")
             fields: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
+            if len(fields) == 5 or isinstance(fields[2], tuple):
+                fields = _of_axes(*fields)
             entries.append(MapEntry(*fields))
         return cls(tuple(entries))
+
+
+def _of_axes(name: Any, path: Any, axes: Any, split: Any = None, rows: Any = None) -> list[Any]:
+    """The fields of an entry as maps stored them before patterns: the axes of `numpy.transpose`, and (canonical dim, size of the
+    inner of its two dims)."""
+    if axes is None and split is None:
+        return [name, path, None, rows]
+    if axes is not None and sorted(axes, key=repr) != list(range(len(axes))):
+        raise MappingError(f"parameter {name!r}: expected a permutation as axes, got {quote(axes)}")
+    if split is None:
+        return [name, path, Rearrangement.transposing(axes).text, rows]
+    # Only biases, of (num_heads, head_width), were split without axes.
+    left, _, right = Rearrangement.transposing((0, 1) if axes is None else axes).text.partition(" -> ")
+    if not isinstance(split, tuple) or not _are_sizes(
+        (len(split) - 1, split[0] + 1, split[1], len(right) - 2 * split[0] - 2)
+    ):
+        raise MappingError(
+            f"parameter {name!r}: expected (dim, size of the inner of two dims) as split, got {quote(split)}"
+        )
+    names, dim = right.split(), split[0]
+    inner = f"{names[dim + 1]}={split[1]}"
+    joined = [*names[:dim], f"({names[dim]} {inner})", *names[dim + 2 :]]
+    return [name, path, f"{left} -> {' '.join(joined)}", rows]
 
 
 def identity_map(names: Iterable[str]) -> ParamMap:
@@ -286,16 +285,17 @@ def identity_map(names: Iterable[str]) -> ParamMap:
 
 def linear(name: str, path: str, *, bias: bool = True) -> tuple[MapEntry, ...]:
     """The entries of torch's nn.Linear, whose weight is (out, in), and flax's Linear, whose kernel is (in, out)."""
-    return MapEntry(f"{name}.weight", f"{path}.kernel", (1, 0)), *_bias(name, path, bias)
+    return MapEntry(f"{name}.weight", f"{path}.kernel", "i o -> o i"), *_bias(name, path, bias)
 
 
 def conv(name: str, path: str, *, dims: int = 2, bias: bool = True) -> tuple[MapEntry, ...]:
     """The entries of torch's nn.Conv1d, 2d or 3d, with a weight of (out, in, *kernel), and flax's Conv, with (*kernel, in, out).
 
-    >>> conv("stem", "stem")[0].axes
-    (3, 2, 0, 1)
+    >>> conv("stem", "stem")[0].pattern
+    'h w i o -> o i h w'
     """
-    return MapEntry(f"{name}.weight", f"{path}.kernel", (dims + 1, dims, *range(dims))), *_bias(name, path, bias)
+    kernel = "d h w"[2 * (3 - dims) :]
+    return MapEntry(f"{name}.weight", f"{path}.kernel", f"{kernel} i o -> o i {kernel}"), *_bias(name, path, bias)
 
 
 def embedding(name: str, path: str) -> tuple[MapEntry, ...]:
@@ -316,23 +316,27 @@ def attention(name: str, path: str, head_width: int, *, bias: bool = True) -> tu
     [('a.in_proj_weight', 3), ('a.in_proj_bias', 3), ('a.out_proj.weight', 1), ('a.out_proj.bias', 1)]
     """
     parts = [f"{path}.{part}" for part in ("query", "key", "value")]
-    entries = [MapEntry(f"{name}.in_proj_weight", tuple(f"{p}.kernel" for p in parts), (1, 2, 0), (0, head_width))]
+    entries = [
+        MapEntry(f"{name}.in_proj_weight", tuple(f"{p}.kernel" for p in parts), f"i h w={head_width} -> (h w) i")
+    ]
     if bias:
-        entries.append(MapEntry(f"{name}.in_proj_bias", tuple(f"{p}.bias" for p in parts), None, (0, head_width)))
+        entries.append(
+            MapEntry(f"{name}.in_proj_bias", tuple(f"{p}.bias" for p in parts), f"h w={head_width} -> (h w)")
+        )
     return *entries, *from_heads(f"{name}.out_proj", f"{path}.out", head_width, bias=bias)
 
 
 def to_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
     """The entries of a separate query, key or value: torch's nn.Linear, and flax's LinearGeneral of
     (in, (num_heads, head_width))."""
-    kernel = MapEntry(f"{name}.weight", f"{path}.kernel", (1, 2, 0), (0, head_width))
-    return (kernel, MapEntry(f"{name}.bias", f"{path}.bias", None, (0, head_width))) if bias else (kernel,)
+    kernel = MapEntry(f"{name}.weight", f"{path}.kernel", f"i h w={head_width} -> (h w) i")
+    return (kernel, MapEntry(f"{name}.bias", f"{path}.bias", f"h w={head_width} -> (h w)")) if bias else (kernel,)
 
 
 def from_heads(name: str, path: str, head_width: int, *, bias: bool = True) -> tuple[MapEntry, ...]:
     """The entries of the projection after attention: torch's nn.Linear, and flax's LinearGeneral of
     ((num_heads, head_width), out)."""
-    return MapEntry(f"{name}.weight", f"{path}.kernel", (2, 0, 1), (1, head_width)), *_bias(name, path, bias)
+    return MapEntry(f"{name}.weight", f"{path}.kernel", f"h w={head_width} o -> o (h w)"), *_bias(name, path, bias)
 
 
 def _bias(name: str, path: str, bias: bool) -> tuple[MapEntry, ...]:

@@ -26,10 +26,11 @@ from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES
 from crossframe.unit_assignment import enclosing_unit
 
-FORMAT = 5
-FORMATS = (3, 4, FORMAT)
+FORMAT = 6
+FORMATS = (3, 4, 5, FORMAT)
 """The formats that can be read. Format 3 does not state the rules of layouts and sketches, which are those of format 4, nor the
-order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.event_format`)."""
+order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.event_format`). Up to format 5 the
+map of parameters has axes instead of patterns (`crossframe.param_map`)."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 17

@@ -19,7 +19,7 @@ def _entry(name: str) -> MapEntry:
     if module.endswith("embedding"):
         return MapEntry(name, f"{module}.embedding")
     # torch's linear weight is (out, in), flax's kernel (in, out).
-    return MapEntry(name, f"{module}.kernel", (1, 0))
+    return MapEntry(name, f"{module}.kernel", "i o -> o i")
 
 
 def _initial(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:

@@ -179,9 +179,9 @@ def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tu
     shape = entry.leaf_shape(layout.params[i].shape, key)
     if tuple(leaf.shape) != (*bucket.lead, *shape):
         return None
-    if entry.split is None:
+    if entry.axes is not None:
         cut = layout.shard_dims[i]
-        dim = cut if entry.axes is None else entry.axes[cut]
+        dim = entry.axes[cut] if entry.axes else cut
     else:
         dim = max(range(len(shape)), key=lambda d: shape[d])
     dim += len(bucket.lead)

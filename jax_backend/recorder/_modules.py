@@ -58,10 +58,10 @@ class Dims:
         self._convolutions: dict[str, int] = {}
         for entry in param_map.entries:
             module = entry.name.rpartition(".")[0]
-            if entry.split is not None and len(entry.paths) == 1:
+            if entry.joined_dim is not None and len(entry.paths) == 1:
                 # The rows of a weight are outputs, its columns inputs.
-                self._heads.add((module, OUTPUT if entry.split[0] == 0 else INPUT))
-            elif entry.axes is not None and entry.axes == _kernel_axes(len(entry.axes)):
+                self._heads.add((module, OUTPUT if entry.joined_dim == 0 else INPUT))
+            elif entry.axes and entry.axes == _kernel_axes(len(entry.axes)):
                 self._convolutions[module] = len(entry.axes)
         self._num_dims = {_IMAGE_DIMS, *self._convolutions.values()}
         self._stated = None if channels_last is None else frozenset(channels_last)

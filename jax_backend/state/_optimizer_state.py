@@ -113,8 +113,8 @@ class StateLeaves:
         i = bucket.indices[entry.name]
         alone = bucket.alone(i)
         keys, arrays = [own for own, _ in leaves], [array for _, array in leaves]
-        called, joined, axes = self._names.get(key, key), None, entry.axes
-        if len(arrays) > 1 or entry.split is not None:
+        called, joined, axes = self._names.get(key, key), None, entry.axes or None
+        if len(arrays) > 1 or entry.axes is None:
             joined = _Joined(
                 entry,
                 bucket.layout.params[i].shape,

@@ -20,9 +20,16 @@ from crossframe.param_map import (
     norm,
     to_heads,
 )
+from crossframe.rearrange import Rearrangement
 from tests.core.helpers.random_layouts import QUICK
 
-AXES = st.integers(0, 4).flatmap(lambda dims: st.permutations(range(dims))).map(tuple)
+AXES = st.integers(1, 4).flatmap(lambda dims: st.permutations(range(dims))).map(tuple)
+
+
+def transposing(axes):
+    return Rearrangement.transposing(axes).text
+
+
 WORDS = st.text("abc.", min_size=1, max_size=4)
 
 
@@ -32,17 +39,17 @@ def maps(draw: st.DrawFn) -> ParamMap:
     paths = draw(st.lists(WORDS, unique=True, min_size=len(names), max_size=len(names)))
     entries = []
     for name, path in zip(names, paths, strict=True):
-        axes, joined = draw(st.none() | AXES), draw(st.sampled_from((path, (path,), (path, f"{path}2"))))
-        split = draw(st.sampled_from((None, (0, 3)))) if axes is None or len(axes) > 1 else None
+        joined = draw(st.sampled_from((path, (path,), (path, f"{path}2"))))
+        pattern = draw(st.none() | AXES.map(transposing) | st.sampled_from(("i h w=3 -> (h w) i", "w -> 1 1 w")))
         rows = draw(st.sampled_from((None, (2, 1)))) if len(joined) == 2 and isinstance(joined, tuple) else None
-        entries.append(MapEntry(name, joined, axes, split, rows))
+        entries.append(MapEntry(name, joined, pattern, rows))
     return ParamMap(tuple(entries))
 
 
 @QUICK
 @given(AXES)
 def test_axes_there_and_back_are_the_identity(axes):
-    entry = MapEntry("w", "k", axes)
+    entry = MapEntry("w", "k", transposing(axes))
     shape = tuple(range(2, 2 + len(axes)))
     flax = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     torch = entry.to_canonical(flax)
@@ -57,8 +64,8 @@ def test_axes_there_and_back_are_the_identity(axes):
 
 
 def test_axes_that_are_not_their_own_inverse():
-    entry = MapEntry("conv.weight", "conv.kernel", (3, 2, 0, 1))
-    assert entry.inverse_axes == (2, 3, 1, 0)
+    entry = MapEntry("conv.weight", "conv.kernel", "h w i o -> o i h w")
+    assert entry.axes == (3, 2, 0, 1)
     assert entry.canonical_shape((5, 6, 7, 8)) == (8, 7, 5, 6)
     assert entry.from_canonical(np.empty((8, 7, 5, 6))).shape == (5, 6, 7, 8)
 
@@ -66,13 +73,13 @@ def test_axes_that_are_not_their_own_inverse():
 def test_no_axes_leave_an_array_alone():
     entry, array = MapEntry("b", "b"), np.arange(6).reshape(2, 3)
     assert entry.to_canonical(array) is array and entry.from_canonical(array) is array
-    assert entry.canonical_shape((2, 3)) == (2, 3) and entry.inverse_axes is None
+    assert entry.canonical_shape((2, 3)) == (2, 3) and entry.axes == ()
 
 
 def test_axes_that_do_not_fit_a_shape_are_refused():
-    entry = MapEntry("fc.weight", "fc.kernel", (1, 0))
+    entry = MapEntry("fc.weight", "fc.kernel", "i o -> o i")
     for shape in ((2,), (2, 3, 4)):
-        with pytest.raises(MappingError, match=r"'fc.weight'.*'fc.kernel'.*\(1, 0\)"):
+        with pytest.raises(MappingError, match=r"'fc.weight'.*'fc.kernel'.*expected 2 dims for 'i o -> o i'"):
             entry.canonical_shape(shape)
 
 
@@ -124,11 +131,64 @@ def test_the_identity_map():
 
 
 @pytest.mark.parametrize(
-    "axes", [(0, 0), (1, 2), (-1, 0), (0.0, 1.0), (False, True), [1, 0], 1, "10", ("0", 1), {0: 1}]
+    ("pattern", "message"),
+    [
+        pytest.param("i o", "expected a pattern such as", id="no arrow"),
+        pytest.param(3, "expected a pattern such as", id="no text"),
+        pytest.param("i o -> o", "each axis once on each side", id="lost axis"),
+        pytest.param("i i -> i i", "each axis once on each side", id="repeated axis"),
+        pytest.param("(h w) -> h w", "state the sizes of all but one of h w", id="unknown sizes"),
+        pytest.param("h w=2 -> (h w=3)", "two sizes", id="two sizes"),
+        pytest.param("(h w=2 -> h w", "not closed", id="not closed"),
+        pytest.param("h) -> h", r"unexpected '\)'", id="not opened"),
+        pytest.param("((h) -> h", r"unexpected '\('", id="nested"),
+        pytest.param("h w=0 -> w h", "unexpected '='", id="size 0"),
+        pytest.param("2 h -> h 2", "unexpected '2'", id="number"),
+    ],
 )
-def test_axes_that_are_no_permutation_are_refused_by_name(axes):
-    with pytest.raises(MappingError, match=r"'w': expected a permutation"):
-        MapEntry("w", "k", axes)
+def test_invalid_patterns_are_refused_by_name(pattern, message):
+    with pytest.raises(MappingError, match=f"'w': .*{message}"):
+        MapEntry("w", "k", pattern)
+
+
+def test_a_pattern_that_does_not_fit_names_shape_and_dim():
+    entry = MapEntry("w", "k", "(h w=4) i -> h w i")
+    with pytest.raises(
+        MappingError, match=r"'w', 'k' of shape \(6, 2\): .* dim \('h', 'w'\) has size 6; correct the map"
+    ):
+        entry.canonical_shape((6, 2))
+    with pytest.raises(MappingError, match=r"dim 1 has size 2"):
+        MapEntry("w", "k", "1 i -> i").canonical_shape((2, 3))
+
+
+def test_halves_and_pairs_of_a_rotary_embedding_are_a_pattern():
+    entry = MapEntry("q", "q", "(h pair=3 two=2) i -> (h two pair) i")
+    array = np.arange(24).reshape(12, 2)
+    moved = entry.to_canonical(array)
+    assert moved[:, 0].tolist() == [0, 4, 8, 2, 6, 10, 12, 16, 20, 14, 18, 22]
+    assert np.array_equal(entry.from_canonical(moved), array) and entry.leaf_shape((12, 2), "q") == (12, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "pattern"),
+    [
+        (["w", "k", [1, 0]], "a b -> b a"),
+        (["w", ["q", "k"], [1, 2, 0], [0, 4], [8, 4]], "a b c -> (b c=4) a"),
+        (["w", ["q", "k"], None, [0, 4], None], "a b -> (a b=4)"),
+        (["w", "k", [2, 0, 1], [1, 4], None], "a b c -> c (a b=4)"),
+    ],
+)
+def test_maps_that_state_axes_are_read(row, pattern):
+    (entry,) = ParamMap.from_json([row]).entries
+    assert entry.pattern == pattern and entry.rows == ((8, 4) if row[-1] == [8, 4] else None)
+
+
+@pytest.mark.parametrize(
+    "row", [["w", "k", [0, 0]], ["w", "k", [1, 0], [0, 0], None], ["w", "k", [1, 0], [1, 2], None]]
+)
+def test_maps_that_state_invalid_axes_are_refused(row):
+    with pytest.raises(MappingError, match="'w': expected"):
+        ParamMap.from_json([row])
 
 
 @pytest.mark.parametrize(
@@ -173,23 +233,23 @@ def test_what_does_not_fit_is_listed_in_order():
 def entries(draw: st.DrawFn) -> tuple[MapEntry, list[tuple[int, ...]]]:
     """An entry, and shapes of flax arrays that it fits."""
     num_dims, num_paths = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    axes = draw(st.none() | st.permutations(range(num_dims)).map(tuple))
-    split = (
-        (draw(st.integers(0, num_dims - 2)), draw(st.integers(1, 3))) if num_dims > 1 and draw(st.booleans()) else None
-    )
+    axes = draw(st.permutations(range(num_dims)).map(tuple))
+    join = draw(st.integers(0, num_dims - 2)) if num_dims > 1 and draw(st.booleans()) else None
     ordered = [draw(st.integers(1, 4)) for _ in range(num_dims)]
-    if split is not None:
-        ordered[split[0] + 1] = split[1]
     firsts = [draw(st.integers(1, 4)) for _ in range(num_paths)]
-    if not draw(st.booleans()) or (axes is None and num_dims == 1):
+    if not draw(st.booleans()):
         firsts = firsts[:1] * num_paths
-    per_row = split[1] if split is not None and split[0] == 0 else 1
+    per_row = ordered[1] if join == 0 else 1
     rows = tuple(first * per_row for first in firsts) if num_paths > 1 and len(set(firsts)) > 1 else None
+    left, _, right = transposing(axes).partition(" -> ")
+    names = right.split()
+    if join is not None:
+        names[join : join + 2] = [f"({names[join]} {names[join + 1]}={ordered[join + 1]})"]
     shapes = []
     for first in firsts:
         shape = [first, *ordered[1:]]
-        shapes.append(tuple(shape) if axes is None else tuple(shape[axes.index(i)] for i in range(num_dims)))
-    return MapEntry("w", tuple(f"k{i}" for i in range(num_paths)), axes, split, rows), shapes
+        shapes.append(tuple(shape[axes.index(i)] for i in range(num_dims)))
+    return MapEntry("w", tuple(f"k{i}" for i in range(num_paths)), f"{left} -> {' '.join(names)}", rows), shapes
 
 
 @QUICK
@@ -241,14 +301,14 @@ def test_the_tables_of_modules():
     pmap = ParamMap.of(
         embedding("e", "E"), conv("c", "C"), conv("d", "D", dims=1, bias=False), norm("n", "N"), linear("f", "F")
     )
-    assert [(e.name, e.path, e.axes) for e in pmap.entries] == [
+    assert [(e.name, e.path, e.pattern) for e in pmap.entries] == [
         ("e.weight", "E.embedding", None),
-        ("c.weight", "C.kernel", (3, 2, 0, 1)),
+        ("c.weight", "C.kernel", "h w i o -> o i h w"),
         ("c.bias", "C.bias", None),
-        ("d.weight", "D.kernel", (2, 1, 0)),
+        ("d.weight", "D.kernel", "w i o -> o i w"),
         ("n.weight", "N.scale", None),
         ("n.bias", "N.bias", None),
-        ("f.weight", "F.kernel", (1, 0)),
+        ("f.weight", "F.kernel", "i o -> o i"),
         ("f.bias", "F.bias", None),
     ]
     assert len(norm("n", "N", bias=False)) == len(linear("f", "F", bias=False)) == 1
@@ -270,16 +330,6 @@ def test_joins_and_splits_that_do_not_fit_are_refused_by_name():
         joined.to_canonical(np.ones(2))
     with pytest.raises(MappingError, match=r"'w': expected one of the paths \('a', 'b'\), got None"):
         joined.from_canonical(np.ones(4))
-    with pytest.raises(MappingError, match=r"'w': split \(0, 4\) does not fit 'k'.*expected 4 at dim 1"):
-        MapEntry("w", "k", split=(0, 4)).canonical_shape((2, 3))
-    with pytest.raises(MappingError, match=r"'w': split \(0, 4\) does not fit"):
-        MapEntry("w", "k", split=(0, 4)).canonical_shape((2,))
-
-
-@pytest.mark.parametrize("split", [3, (1,), (0, 0), (-1, 2), (1, 2), (0, 2.0), [0, 2]])
-def test_splits_that_are_none_are_refused(split):
-    with pytest.raises(MappingError, match=r"'w': expected as split"):
-        MapEntry("w", "k", (1, 0), split)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +349,7 @@ def test_paths_that_are_none_are_refused():
 
 
 def test_from_canonical_gives_arrays_by_path():
-    entries = (MapEntry("qkv", ("q", "k", "v")), MapEntry("fc.weight", "fc.kernel", (1, 0)))
+    entries = (MapEntry("qkv", ("q", "k", "v")), MapEntry("fc.weight", "fc.kernel", "i o -> o i"))
     arrays = {"qkv": np.arange(6.0), "fc.weight": np.arange(6.0).reshape(3, 2), "buffer": np.zeros(1)}
     leaves = ParamMap(entries).from_canonical(arrays)
     assert list(leaves) == ["q", "k", "v", "fc.kernel"]

@@ -23,11 +23,11 @@ class Net(nnx.Module):
 def net_map():
     return ParamMap(
         (
-            MapEntry("first.weight", "first.kernel", (1, 0)),
+            MapEntry("first.weight", "first.kernel", "i o -> o i"),
             MapEntry("first.bias", "first.bias"),
             MapEntry("norm.weight", "norm.scale"),
             MapEntry("norm.bias", "norm.bias"),
-            MapEntry("blocks.0.weight", "blocks.0.kernel", (1, 0)),
+            MapEntry("blocks.0.weight", "blocks.0.kernel", "i o -> o i"),
             MapEntry("blocks.0.bias", "blocks.0.bias"),
         )
     )

@@ -50,7 +50,7 @@ def small_map():
     entries = []
     for module in SIZES:
         entries += [
-            MapEntry(f"{module}.weight", f"{module}.kernel", (1, 0)),
+            MapEntry(f"{module}.weight", f"{module}.kernel", "i o -> o i"),
             MapEntry(f"{module}.bias", f"{module}.bias"),
         ]
     return ParamMap(tuple(entries))

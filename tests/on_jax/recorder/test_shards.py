@@ -190,7 +190,7 @@ def test_layers_of_a_stacked_unit_are_recorded_one_by_one(tmp_path, one_device):
     params = small_params()
     stacked = {**params, "blocks": jax.tree.map(lambda *layers: np.stack(layers), *params["blocks"])}
     entries = [entry for entry in small_map().entries if not entry.name.startswith("blocks")]
-    blocks = MapEntry("blocks.weight", "blocks.kernel", (1, 0)), MapEntry("blocks.bias", "blocks.bias")
+    blocks = MapEntry("blocks.weight", "blocks.kernel", "i o -> o i"), MapEntry("blocks.bias", "blocks.bias")
 
     def loss(params, batch):
         hidden = jnp.tanh(batch["x"] @ params["inp"]["kernel"] + params["inp"]["bias"])

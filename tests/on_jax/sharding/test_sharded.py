@@ -122,10 +122,10 @@ def test_a_map_that_does_not_fit_is_refused():
     refused(MappingError, r"not in the map, by path: \['out.bias'\]", param_map=short)
     long = ParamMap((*small_map().entries, MapEntry("x", "y")))
     refused(MappingError, r"in the map but not in the model, by path: \['y'\]", param_map=long)
-    flat = ParamMap((MapEntry("w", "w", (1, 0)),))
+    flat = ParamMap((MapEntry("w", "w", "i o -> o i"),))
     refused(
         MappingError,
-        r"'w': expected 1 axes for 'w' of shape \(2,\), got \(1, 0\)",
+        r"'w', 'w' of shape \(2,\): expected 2 dims for 'i o -> o i'",
         wide({"w": np.ones(2)}),
         param_map=flat,
     )

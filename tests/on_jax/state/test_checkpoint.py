@@ -64,9 +64,9 @@ def test_R37_state_of_joined_and_split_parameters_is_saved_canonically(tmp_path)
         }
     )
     entries = (
-        MapEntry("in_proj", ("q", "k"), (1, 2, 0), (0, 2)),
-        MapEntry("out.weight", "out.kernel", (2, 0, 1), (1, 2)),
-        MapEntry("w", "w", (1, 0)),
+        MapEntry("in_proj", ("q", "k"), "i h w=2 -> (h w) i"),
+        MapEntry("out.weight", "out.kernel", "h w=2 o -> o (h w)"),
+        MapEntry("w", "w", "i o -> o i"),
     )
     tx = sharded_optimizer(optax.adam(1e-2))
     made = []
@@ -126,7 +126,7 @@ def test_stacked_layers_have_the_names_of_a_list_of_blocks(tmp_path):
 
 def test_R37_state_of_stacked_layers_is_saved_layer_by_layer_in_canonical_order(tmp_path):
     full = wide({"blocks": {"w": np.random.default_rng(0).normal(size=(2, 5, 3))}})
-    entry = ParamMap((MapEntry("blocks.w", "blocks.w", (1, 0)),))
+    entry = ParamMap((MapEntry("blocks.w", "blocks.w", "i o -> o i"),))
     tx, made = sharded_optimizer(optax.adam(1e-2)), []
     for layout in ("per_param", "flat"):
         sharded = shard(full, make_mesh(MeshSpec(2)), stacked=("blocks",), param_map=entry, layout=layout)

@@ -64,8 +64,8 @@ def plain():
 
 def param_map():
     """Kernels stand transposed to torch's, and in torch's order."""
-    entries = [MapEntry("head.weight", "head.kernel", (1, 0)), MapEntry("head.bias", "head.bias")]
-    entries += [MapEntry(f"blocks.0.{name}.weight", f"blocks.0.{name}", (1, 0)) for name in ("up", "down")]
+    entries = [MapEntry("head.weight", "head.kernel", "i o -> o i"), MapEntry("head.bias", "head.bias")]
+    entries += [MapEntry(f"blocks.0.{name}.weight", f"blocks.0.{name}", "i o -> o i") for name in ("up", "down")]
     return ParamMap((*entries, MapEntry("blocks.0.norm.weight", "blocks.0.norm.scale")))
 
 

@@ -127,7 +127,7 @@ def test_R20_stacked_units_are_shown_with_all_layers(offload):
 
 def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
     full = wide({name: np.arange(6.0).reshape(2, 3) + i for i, name in enumerate("qkv")})
-    joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), (1, 0)),))
+    joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), "i o -> o i"),))
     sharded = shard(full, make_mesh(MESH), param_map=joined)
     with summon_full_params(sharded) as summoned:
         same(summoned.params, full)
