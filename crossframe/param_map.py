@@ -259,10 +259,11 @@ def _of_axes(name: Any, path: Any, axes: Any, split: Any = None, rows: Any = Non
         return [name, path, None, rows]
     if axes is not None and sorted(axes, key=repr) != list(range(len(axes))):
         raise MappingError(f"parameter {name!r}: expected a permutation as axes, got {quote(axes)}")
-    if split is None:
-        return [name, path, Rearrangement.transposing(axes).text, rows]
     # Only biases, of (num_heads, head_width), were split without axes.
-    left, _, right = Rearrangement.transposing((0, 1) if axes is None else axes).text.partition(" -> ")
+    pattern = Rearrangement.transposing(axes or (0, 1)).text
+    if split is None:
+        return [name, path, pattern, rows]
+    left, _, right = pattern.partition(" -> ")
     if not isinstance(split, tuple) or not _are_sizes(
         (len(split) - 1, split[0] + 1, split[1], len(right) - 2 * split[0] - 2)
     ):
