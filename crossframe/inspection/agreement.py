@@ -12,7 +12,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.inspection.values import finite_or_none, side_of
 from crossframe.recording import Recording
-from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE, before_step
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.measure.bounds import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
@@ -107,7 +107,7 @@ def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], lis
 
 def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None:
     """A parameter in the shards of the first replica before the step, in the dtype of forward; None if it was not recorded."""
-    phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    phase, before = before_step(step)
     if not recording.has(phase, before, name):
         return None
     held = assemble(recording, phase, before, name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from crossframe.inspection.values import LOSS, Range, Value, ranges_before
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, UPDATE, before_step
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _found(recording: Recording, first: Value, bad: list[Value], skipped: bool) 
 
 def _stood_still(recording: Recording, step: int) -> bool:
     """Whether the step changed no parameter; False if that was not recorded."""
-    before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    before = before_step(step)
     names = [name for name in recording.manifest.params if recording.has(UPDATE, step, name)]
     if not names or not all(recording.has(*before, name) for name in names):
         return False

@@ -14,7 +14,7 @@ import numpy as np
 
 from crossframe.inspection.values import finite_or_none
 from crossframe.recording import Recording
-from crossframe.recording.event_format import PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import REDUCE, STATE, UNSHARDED, UPDATE, before_step
 from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import best, factor_between
@@ -123,7 +123,7 @@ class _Notes:
 
 def _is_whole(recording: Recording, step: int, name: str) -> bool:
     """Whether all elements of an update were recorded, before and after the step."""
-    before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    before = before_step(step)
     slots = recording.state_slots(step, name)
     return (
         recording.has(UPDATE, step, name)

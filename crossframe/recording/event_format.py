@@ -125,6 +125,15 @@ def channels_first_key(key: str) -> str:
     return f"channels_first/{key}"
 
 
+def before_step(step: int) -> tuple[str, int]:
+    """(phase, step) of the values that parameters have before a step.
+
+    >>> before_step(0), before_step(2)
+    (('parameters', 0), ('update', 1))
+    """
+    return (UPDATE, step - 1) if step else (PARAMETERS, 0)
+
+
 def place(
     step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "", microbatch: int = 0
 ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
-from crossframe.verdict.measure.aligned import At, aligned
+from crossframe.verdict.measure.aligned import At, aligned, shared_activations
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.quantities import finite
 from crossframe.verdict.measure.values import Side, activation_name, activation_values, match_values
@@ -54,10 +54,7 @@ def _choices(a: Recording, b: Recording, steps: Iterable[int]) -> dict[Of, list[
     same_world = a.manifest.world_size == b.manifest.world_size
     found: dict[Of, list[tuple[bool, bool]]] = {}
     for step in steps:
-        theirs = set(b.activations(step))
-        for at in a.activations(step):
-            if at not in theirs:
-                continue
+        for at in shared_activations(a, b, step):
             for rank in range(a.manifest.world_size if same_world else 1):
                 orders = [recording.activation_order(step, rank, *at) for recording in (a, b)]
                 if orders == [Order.TORCH, Order.TORCH]:
@@ -111,8 +108,7 @@ def _sides(a: Recording, b: Recording, step: int, names: set[Of]) -> Iterable[tu
     if a.manifest.world_size != b.manifest.world_size:
         yield from ((at, Side(x), Side(y)) for at, _, x, y in aligned(a, b, step) if at[1:] in names)
         return
-    theirs = set(b.activations(step))
-    for at in a.activations(step):
-        if at in theirs and at[1:] in names:
+    for at in shared_activations(a, b, step):
+        if at[1:] in names:
             for rank in range(a.manifest.world_size):
                 yield at, activation_values(a, step, rank, at), activation_values(b, step, rank, at)

@@ -46,7 +46,7 @@ perturbed runs, only tanh and gain are tested: in their own inputs the effect of
 which is allowed for.
 
 All tests of a comparison (directions x quantities x windows) share the family-wise error rate `share`, a part of the rate of
-`crossframe.verdict.envelope`. Each of the D directions gets an equal part, so that directions with few quantities keep their
+`crossframe.verdict.spread`. Each of the D directions gets an equal part, so that directions with few quantities keep their
 power next to thousands of slopes: a direction with N tests is significant if its t has a probability below share / (D N)
 (weighted Bonferroni, valid under any dependence). With few perturbed runs this requires a large t, but t grows with the number of
 averaged elements.

@@ -32,7 +32,7 @@ def unrelated_parameters(pair: Pair) -> tuple[str, ...]:
     """
     names, related, numel = [], 0.0, 0
     for name in pair.names():
-        if not all(recording.has(PARAMETERS, 0, name) for recording in (pair.a, pair.b)):
+        if not pair.has(PARAMETERS, 0, name):
             continue
         a, b, sketches = sides = pair.assemble(PARAMETERS, 0, name, (0, 0))
         if sketches[0].equals(sketches[1]) if sketches else np.array_equal(a, b, equal_nan=True):

@@ -6,7 +6,7 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
   parameters are bitwise equal after the cast.
 - rounding of results. Rounding to nearest has a root mean square error of 1/sqrt(12) = 0.29 units in the last place. Perturbed
   runs of the coarser run move each result by one unit up, down or not at all, 0.82 units: their spread s covers the rounding,
-  with the factor of `crossframe.verdict.envelope`. Perturbed runs of the finer run do not show this rounding.
+  with the factor of `crossframe.verdict.spread`. Perturbed runs of the finer run do not show this rounding.
 - casts of parameters. Perturbed runs cast parameters to the same values. For one sample, the effect of a cast is about that of
   rounding a result, 0.29 / 0.82 of the perturbation, and larger where terms cancel: s is used as its bound. The rounding of n
   samples is independent, so their mean averages it to 1/sqrt(n), while the cast is common to all samples. So for losses,

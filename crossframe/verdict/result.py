@@ -47,7 +47,7 @@ class PairVerdict:
         loss_differences: per step, the largest over ranks.
         parameter_differences: per recorded step, (step, the largest over parameters).
         envelope_used: the largest share of its limit that any quantity uses; more than 1 is outside. None without perturbed runs.
-        judged_share: the share of all updated elements that could be judged (`crossframe.verdict.envelope`). None without
+        judged_share: the share of all updated elements that could be judged (`crossframe.verdict.steady`). None without
             perturbed runs.
         judged: all compared quantities in causal order.
         diagnosis: the hypothesis that explains the first divergence, or None.

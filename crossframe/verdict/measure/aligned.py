@@ -16,6 +16,12 @@ At = tuple[int, str, str]
 """(microbatch, module, use)."""
 
 
+def shared_activations(a: Recording, b: Recording, step: int) -> list[At]:
+    """The activations that both recorded at a step, in the order of a."""
+    theirs = set(b.activations(step))
+    return [at for at in a.activations(step) if at in theirs]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The location of each sample of a step in one recording.

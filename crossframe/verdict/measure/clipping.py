@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.event_format import REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import REDUCE, STATE, UPDATE, before_step
 from crossframe.verdict.measure.metrics import distance, norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.values import assemble
@@ -80,7 +80,7 @@ def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]]
     """The weighted median factor between gradients, and the parameters with this factor; None unless these are the majority."""
     factors, weights, names = [], [], []
     for name in pair.names():
-        if not all(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
+        if not pair.has(REDUCE, step, name):
             continue
         x, y, size = _of_sides(pair, step, name, small)
         if size:
@@ -113,7 +113,7 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
     do not show it, as with an optimizer that keeps only squares of gradients."""
     x, _, size = _of_sides(pair, step, name, small)
     for slot in _FIRST_MOMENTS:
-        if all(recording.has(STATE, step, name, use=slot) for recording in (pair.a, pair.b)):
+        if pair.has(STATE, step, name, slot):
             moments = pair.assemble(STATE, step, name, (0, 0), slot)[:2]
             betas = pair.a.manifest.settings.get("betas") or _BETAS
             share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
@@ -132,9 +132,9 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
 def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:
     """The update of a parameter and its value before; (None, empty) if either was sketched or not recorded."""
     none = None, np.zeros(0)
-    if sketched or (step and not recording.has(UPDATE, step - 1, name)) or not recording.has(UPDATE, step, name):
+    if sketched or not all(recording.has(*at, name) for at in (before_step(step), (UPDATE, step))):
         return none
-    before = assemble(recording, *((UPDATE, step - 1) if step else ("parameters", 0)), name).elements
+    before = assemble(recording, *before_step(step), name).elements
     after = assemble(recording, UPDATE, step, name).elements
     if before is None or after is None:
         return none

@@ -74,7 +74,7 @@ def _has_local_grads(pair: Pair, step: int) -> bool:
 
 def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     ranks = range(pair.a.manifest.world_size)
-    names = [name for name in pair.names() if all(r.has(BACKWARD, step, name) for r in (pair.a, pair.b))]
+    names = [name for name in pair.names() if pair.has(BACKWARD, step, name)]
     # Most runs do not scale their loss, so one parameter is read first.
     largest = max(names, key=lambda name: pair.a.manifest.params[name].numel, default="")
     factor = 1.0
@@ -88,7 +88,7 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
             return None
     if clipped_on_one_side(pair, step) is not None or not _only_reduced(pair, step, int(factor < 1)):
         return None
-    reduced = [name for name in names if all(r.has(REDUCE, step, name) for r in (pair.a, pair.b))]
+    reduced = [name for name in names if pair.has(REDUCE, step, name)]
     given = _factors([pair.assemble(REDUCE, step, name, (0, 0))[:2] for name in reduced])
     if not given[0] or not _is_nearer(weighted_median(*given), 1.0, factor):
         return None

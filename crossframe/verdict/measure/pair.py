@@ -88,6 +88,14 @@ class Pair:
         names = [name for name, spec in self.a.manifest.params.items() if spec.numel]
         return names[::-1] if backward else names
 
+    def has(self, phase: str, step: int, name: str, use: str = "") -> bool:
+        """Whether both recorded it."""
+        return all(recording.has(phase, step, name, use=use) for recording in (self.a, self.b))
+
+    def any_has(self, phase: str, step: int, name: str) -> bool:
+        """Whether one of them recorded it."""
+        return any(recording.has(phase, step, name) for recording in (self.a, self.b))
+
     def assemble(self, phase: str, step: int, name: str, replicas: tuple[int, int], use: str = "") -> Sides:
         """Both sides of a parameter, gradient or optimizer state entry, assembled from shards."""
         sides = (

@@ -24,11 +24,12 @@ from crossframe.recording.event_format import (
     STATE,
     UNSHARDED,
     UPDATE,
+    before_step,
 )
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from crossframe.verdict.measure.aligned import At, aligned
+from crossframe.verdict.measure.aligned import At, aligned, shared_activations
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
@@ -125,7 +126,7 @@ def _numbers(a: float, b: float) -> Sides:
 
 def _parameters(pair: Pair) -> Iterator[Group]:
     for name in pair.names():
-        if not all(recording.has(PARAMETERS, 0, name) for recording in (pair.a, pair.b)):
+        if not pair.has(PARAMETERS, 0, name):
             continue
         yield [_initial(pair, name, replicas) for replicas in pair.replicas]
 
@@ -208,7 +209,7 @@ def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
 def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | None:
     """(value of the shards, value that a rank gathered); None if the former was not recorded or is a sketch of another dtype."""
     rank = run.rank
-    phase, before = (PARAMETERS, 0) if step == 0 else (UPDATE, step - 1)
+    phase, before = before_step(step)
     if step and not recording.has(UPDATE, before, name) and not recording.manifest.params[name].requires_grad:
         phase, before = PARAMETERS, 0  # frozen
     if not recording.has(phase, before, name):
@@ -223,10 +224,7 @@ def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | N
 
 def _activations(pair: Pair, step: int) -> Iterator[Group]:
     """Activations of all ranks; those whose shapes differ are noted in the pair instead."""
-    theirs = set(pair.b.activations(step))
-    for at in pair.a.activations(step):
-        if at not in theirs:
-            continue
+    for at in shared_activations(pair.a, pair.b, step):
         group = []
         for rank in range(pair.a.manifest.world_size):
             shapes = [recording.activation_shape(step, rank, *at) for recording in (pair.a, pair.b)]
@@ -297,7 +295,7 @@ def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
     by = scaled.undone if scaled else (1.0, 1.0)
     typical = [pair.typical_local(step, rank) for rank in ranks]
     for name in names:
-        if not any(recording.has(BACKWARD, step, name) for recording in (pair.a, pair.b)):
+        if not pair.any_has(BACKWARD, step, name):
             continue
         group = []
         for rank in ranks:
@@ -338,7 +336,7 @@ def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
     by = clipped.undone if clipped else (1.0, 1.0)
     typical = pair.sizes[0].typical[step]
     for name in names:
-        if not any(recording.has(REDUCE, step, name) for recording in (pair.a, pair.b)):
+        if not pair.any_has(REDUCE, step, name):
             continue
         group = []
         for replicas in pair.replicas:
@@ -389,7 +387,7 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
 def _updates(pair: Pair, step: int) -> Iterator[Group]:
     bound = pair.bounds.parameter
     for name in pair.names():
-        if not any(recording.has(UPDATE, step, name) for recording in (pair.a, pair.b)):
+        if not pair.any_has(UPDATE, step, name):
             continue  # frozen
         group = []
         for replicas in pair.replicas:
