@@ -192,7 +192,7 @@ def _as_seen(case: Case, seen: Update) -> np.ndarray:
 
 
 def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
-    average, squared = average_of(stated.rule, slot)
+    average, squared = average_of(stated.rule, slot, MOMENTS[stated.kind])
     seen = moment_of(case, case.right, stated, squared)
     if seen is None or not all(np.isfinite(each).all() for each in (seen.old, seen.new, seen.gradient)):
         return None

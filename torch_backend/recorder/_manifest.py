@@ -167,9 +167,11 @@ def _attention_kernels() -> dict[str, bool]:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer options of a parameter group."""
     found: dict[str, Any] = {}
-    for option in ("lr", "weight_decay", "momentum", "betas", "eps"):
-        if option in group:
-            found[option] = [float(x) for x in group[option]] if option == "betas" else float(group[option])
+    for option in ("lr", "weight_decay", "momentum", "eps"):
+        if option in group and not isinstance(group[option], tuple | list):  # Adafactor has two epsilons
+            found[option] = float(group[option])
+    if "betas" in group:
+        found["betas"] = [float(x) for x in group["betas"]]
     return found
 
 

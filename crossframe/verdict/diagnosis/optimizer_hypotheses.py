@@ -8,13 +8,20 @@ import numpy as np
 
 from crossframe.grad_norm import EPSILON
 from crossframe.recording import Recording
-from crossframe.recording.event_format import COUNT, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, COUNT, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import Fit, roundoff_of
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, roundoff_of
 from crossframe.verdict.diagnosis.moment_deviations import Moment, Other, moment_deviations
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, Average
-from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, Stated, rule_of, stated_rule
-from crossframe.verdict.diagnosis.update_deviations import Rule, Update, follow_one_rule, update_deviations
+from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, Stated, rule_of, slots_of, stated_rule
+from crossframe.verdict.diagnosis.update_deviations import (
+    Rule,
+    Update,
+    added_decay,
+    epsilons_of_ratio,
+    follow_one_rule,
+    update_deviations,
+)
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.values import assemble
 
@@ -32,8 +39,60 @@ def optimizer(case: Case) -> Iterator[Fit]:
         return
     if case.phase == UPDATE:
         yield from _update(case, stated)
-    elif case.phase == STATE and case.quantity.use in MOMENTS[kind]:
+    elif case.phase == STATE and case.quantity.use in slots_of(case.right, kind):
         yield from _moment(case, stated)
+
+
+def change_of_update(case: Case) -> Iterator[Fit]:
+    """The update of an optimizer whose rule is not known differs by a multiple of the parameter or of itself, or in an epsilon.
+
+    Both sides start from equal parameters, and their optimizer states agree, because they come earlier.
+    """
+    if case.quantity.sketched or case.phase != UPDATE or rule_of(case.right) is not None:
+        return
+    before = [case.before(recording, case.step, case.name) for recording in (case.right, case.wrong)]
+    if before[0] is None or before[1] is None:
+        return
+    start = [case.cut(each) for each in before if each is not None]
+    moved = case.sides.right - start[0], case.sides.wrong - start[1]
+    tolerance = case.limit + case.sides.roundoff * 4 * norm(start[0])
+    if distance(*start) > tolerance or not norm(moved[0]):
+        return
+    if fit := added_decay(moved, start[0], tolerance):
+        text = f"the update of {case.names[1]} subtracts {-fit.factor:.4g} times the parameter more than that of {case.names[0]}"
+        yield Fit("weight_decay", text, fit.residual, 0.0, Claim("decay of update", fit.factor, fit.error))
+        return
+    if case.swapped:
+        return
+    factor = factor_between(*moved)
+    residual = distance(moved[1], factor * moved[0])
+    if factor > 0 and accepted(residual, distance(*moved), tolerance):
+        text = f"the update of {case.names[1]} is {factor:.6g} times that of {case.names[0]}, as with another learning rate"
+        yield Fit("constant_factor", text, residual, 0.0, Claim("rate", factor, tolerance / norm(moved[0])))
+        return
+    for slot in case.right.state_slots(case.step, case.name):
+        squares = case.moment(case.right, case.step, case.name, slot)
+        if slot == COUNT or squares is None or squares.size != before[0].size:
+            continue
+        if found := epsilons_of_ratio(moved, case.cut(squares), tolerance):
+            text = f"the updates are in the ratio that {found[0]} below the update, next to the root of {slot}, gives"
+            yield Fit("optimizer_epsilon", text, found[1], 0.0, Claim("epsilon of ratio"))
+            return
+
+
+def decay_in_gradient(case: Case) -> Iterator[Fit]:
+    """A gradient contains a multiple of its parameter."""
+    if case.quantity.sketched or case.phase not in (BACKWARD, REDUCE):
+        return
+    before = case.before(case.right, case.step, case.name)
+    if before is None:
+        return
+    tolerance = case.limit + 4 * case.sides.roundoff * norm(case.sides.wrong)
+    if fit := added_decay((case.sides.right, case.sides.wrong), case.cut(before), tolerance):
+        if fit.factor < 0:
+            return  # the other side has it
+        text = f"the gradient of {case.names[1]} contains {fit.factor:.4g} times the parameter, that of {case.names[0]} does not"
+        yield Fit("weight_decay", text, fit.residual, 0.0, Claim("decay", fit.factor, fit.error))
 
 
 def follows(case: Case) -> bool:
@@ -50,9 +109,9 @@ def follows(case: Case) -> bool:
     if stated is None:
         return False
     if case.phase == STATE:
-        if case.quantity.use not in MOMENTS[kind]:
+        if case.quantity.use not in slots_of(case.right, kind):
             return False
-        average, squared = average_of(stated.rule, case.quantity.use)
+        average, squared = average_of(stated.rule, case.quantity.use, slots_of(case.right, kind))
         moments = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
         return all(moment is not None and moment.follows(average) for moment in moments)
     sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
@@ -73,10 +132,10 @@ def _update(case: Case, stated: Stated) -> Iterator[Fit]:
 def update_of(case: Case, recording: Recording, stated: Stated) -> Update | None:
     before = case.before(recording, case.step, case.name)
     after = case.read(recording, UPDATE, case.step, case.name)
-    moments = [case.moment(recording, case.step, case.name, slot) for slot in MOMENTS[stated.kind]]
+    moments = [case.moment(recording, case.step, case.name, slot) for slot in slots_of(recording, stated.kind)]
     if isinstance(stated.rule, SGD) and not stated.rule.momentum:
         moments = [_gradient(case, recording, stated)]
-    if before is None or after is None or any(moment is None for moment in moments):
+    if before is None or after is None or not moments or any(moment is None for moment in moments):
         return None
     wide = tuple(case.cut(moment) for moment in moments if moment is not None)
     return Update(case.cut(before), case.cut(after), wide, roundoff_of(after))
@@ -84,7 +143,7 @@ def update_of(case: Case, recording: Recording, stated: Stated) -> Update | None
 
 def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     slot = case.quantity.use
-    average, squared = average_of(stated.rule, slot)
+    average, squared = average_of(stated.rule, slot, slots_of(case.right, stated.kind))
     sides = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
     if sides[0] is None or sides[1] is None:
         return
@@ -101,16 +160,16 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     )
     kept = _clipping(case, case.wrong, stated)
     for fit in fits:
-        if beta := _as_beta(case, fit, average, squared):
+        if beta := _as_beta(case, fit, average, squared, slots_of(case.right, stated.kind)):
             yield _of_side(case, fit, beta)
             continue
         also = _as_unclipped(fit, kept**2 if squared else kept, stated.clip)
         yield _of_side(case, fit, also or _as_clipped(fit, stated.clip))
 
 
-def _as_beta(case: Case, fit: Fit, average: Average, squared: bool) -> str:
+def _as_beta(case: Case, fit: Fit, average: Average, squared: bool, slots: tuple[str, ...]) -> str:
     """A clause that attributes a factor on the input of one moment to another beta, because the other moment agrees."""
-    slot = "exp_avg" if squared else "exp_avg_sq"
+    slot = slots[0] if squared else slots[-1]
     if fit.claim.kind != "gradient" or fit.claim.value is None or average.gain == 1.0:
         return ""
     others = [case.moment(recording, case.step, case.name, slot) for recording in (case.right, case.wrong)]
@@ -141,11 +200,11 @@ def _as_clipped(fit: Fit, clip: float) -> str:
     return ", as with clipped gradients, which are not stated" if shrinks and math.isinf(clip) else ""
 
 
-def average_of(rule: Rule, slot: str) -> tuple[Average, bool]:
-    """(rule of a moment, whether it is a second moment)."""
+def average_of(rule: Rule, slot: str, slots: tuple[str, ...]) -> tuple[Average, bool]:
+    """(rule of a moment, whether it is a second moment), where `slots` are those of the rule."""
     if isinstance(rule, SGD):
         return Average(rule.momentum, 1.0), False
-    squared = slot == "exp_avg_sq"
+    squared = slot == slots[-1]
     beta = rule.beta2 if squared else rule.beta1
     return Average(beta, 1 - beta), squared
 
@@ -210,4 +269,4 @@ def _of_side(case: Case, fit: Fit, also: str = "") -> Fit:
     return Fit(fit.signature, text, fit.residual, fit.error, fit.claim)
 
 
-ALL = (optimizer,)
+ALL = (optimizer, change_of_update, decay_in_gradient)

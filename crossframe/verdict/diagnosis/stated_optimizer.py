@@ -2,22 +2,24 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from crossframe.recording import Manifest, Recording
-from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
+from crossframe.recording.event_format import COUNT, PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.diagnosis.update_deviations import Rule, Update, read_off
+from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.values import assemble
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
-"""The optimizer state entries that each optimizer's update reads."""
+"""The optimizer state entries that each optimizer's update reads, as torch names them."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ OTHERS = frozenset(
 """Optimizers with other rules, which are not matched against known rules."""
 _TRIED = 4
 """The number of parameters that must follow a rule for an optimizer of another name to be recognised."""
+_SLOTS: "WeakKeyDictionary[Recording, dict[str, tuple[str, ...]]]" = WeakKeyDictionary()
 _KNOWN: "WeakKeyDictionary[Recording, str | None]" = WeakKeyDictionary()
 
 
@@ -113,6 +116,45 @@ def rule_of(recording: Recording) -> str | None:
     return _KNOWN[recording]
 
 
+def slots_of(recording: Recording, kind: str) -> tuple[str, ...]:
+    """The names of the state entries that a rule reads; () if there are none.
+
+    Where they are not called as in torch, they are found by their values: after the first step, the second moment is proportional
+    to the square of the first one. A buffer of momentum is the only entry.
+    """
+    known = _SLOTS.setdefault(recording, {})
+    if kind not in known:
+        known[kind] = _find_slots(recording, kind)
+    return known[kind]
+
+
+def _find_slots(recording: Recording, kind: str) -> tuple[str, ...]:
+    usual, steps = MOMENTS[kind], recording.recorded_steps()
+    names = [name for name, spec in recording.manifest.params.items() if spec.numel > 1]
+    if not steps:
+        return ()
+    found = {name: [slot for slot in recording.state_slots(steps[0], name) if slot != COUNT] for name in names}
+    found = {name: slots for name, slots in found.items() if slots}
+    if not found or any(set(usual) & set(slots) for slots in found.values()):
+        return usual
+    name, slots = next(iter(found.items()))
+    if len(usual) == 1:
+        return (slots[0],) if len(slots) == 1 else ()
+    values = {slot: assemble(recording, STATE, steps[0], name, slot).elements for slot in slots}
+    for first, second in permutations(slots, 2):
+        x, y = values[first], values[second]
+        if steps[0] == 0 and x is not None and y is not None and x.shape == y.shape and _is_square(x, y):
+            return first, second
+    return ()
+
+
+def _is_square(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether y is a multiple of the square of x, up to 8 roundings."""
+    square, wide = np.square(np.asarray(x, np.float64)), np.asarray(y, np.float64)
+    bound = 8 * roundoff_of(y) * norm(wide)
+    return norm(wide) > 0 and distance(wide, factor_between(square, wide) * square) <= bound
+
+
 def _follows(recording: Recording, kind: str) -> bool:
     """Whether a rule explains the first recorded step of a few parameters."""
     steps = recording.recorded_steps()
@@ -124,9 +166,13 @@ def _follows(recording: Recording, kind: str) -> bool:
         for name, spec in recording.manifest.params.items()
         if spec.numel > 1
         and recording.has(UPDATE, step, name)
-        and all(recording.has(STATE, step, name, use=slot) for slot in MOMENTS[kind])
+        and all(recording.has(STATE, step, name, use=slot) for slot in slots_of(recording, kind))
     ][:_TRIED]
-    return bool(names) and all(_explains(recording, kind, step, name) for name in names)
+    return (
+        bool(names)
+        and bool(slots_of(recording, kind))
+        and all(_explains(recording, kind, step, name) for name in names)
+    )
 
 
 def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
@@ -135,7 +181,7 @@ def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
     if stated is None or not recording.has(phase, last, name):
         return False
     sides = [assemble(recording, phase, last, name), assemble(recording, UPDATE, step, name)]
-    sides += [assemble(recording, STATE, step, name, slot) for slot in MOMENTS[kind]]
+    sides += [assemble(recording, STATE, step, name, slot) for slot in slots_of(recording, kind)]
     arrays = [side.elements for side in sides]
     if any(array is None for array in arrays):
         return False

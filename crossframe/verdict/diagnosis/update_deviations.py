@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, is_uninformative
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.measure.metrics import distance, norm
 
@@ -221,3 +221,58 @@ def _said_of_decay(decay: float, stated: float, uncertainty: float, rate: float)
         return f"the weight decay of {stated:.4g} has the wrong sign"
     digits = next((digits for digits in (4, 6, 9) if f"{decay:.{digits}g}" != f"{stated:.{digits}g}"), 17)
     return f"the weight decay is {decay:.{digits}g}, while {stated:.{digits}g} is stated"
+
+
+@dataclass(frozen=True)
+class Added:
+    """A multiple of the parameter by which the wrong side differs."""
+
+    factor: float
+    error: float
+    residual: float
+
+
+def added_decay(sides: tuple[np.ndarray, np.ndarray], before: np.ndarray, tolerance: float) -> Added | None:
+    """Fit wrong = right + factor * parameter; None if this does not explain the difference, or if the parameter is constant.
+
+    Args:
+        sides: updates or gradients of the right and the wrong side.
+        before: the parameter before the step.
+    """
+    size = norm(before)
+    if is_uninformative(before) or not size:
+        return None
+    apart = sides[1] - sides[0]
+    factor = factor_between(before, apart)
+    residual = distance(apart, factor * before)
+    return Added(factor, tolerance / size, residual) if accepted(residual, norm(apart), tolerance) else None
+
+
+def epsilons_of_ratio(
+    moved: tuple[np.ndarray, np.ndarray], squares: np.ndarray, tolerance: float
+) -> tuple[str, float] | None:
+    """(text, residual) of different epsilons in updates n / (root + epsilon) with the same n, whatever n is.
+
+    Then y (root + epsilon of y) = x (root + epsilon of x) for the updates x and y, which is linear in both epsilons. A root
+    without bias correction is as good, because its factor multiplies both epsilons.
+
+    Args:
+        moved: updates of the right and the wrong side.
+        squares: the second moment below the root.
+    """
+    x, y = (side.reshape(-1) for side in moved)
+    if (squares < 0).any() or not norm(squares):
+        return None
+    root = np.sqrt(squares).reshape(-1)
+    for text, below in (("an epsilon", root), ("an epsilon inside the root", np.square(root))):
+        left, right = (x, y) if text == "an epsilon" else (np.square(x), np.square(y))
+        terms = np.stack([right, -left], axis=1)
+        size = norm(left * below)
+        (wrong, own), *_ = np.linalg.lstsq(terms, (left - right) * below, rcond=None)
+        under = below + max(wrong, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(under > 0, (below + max(own, 0.0)) / under, 0.0)
+        predicted = x * (ratio if text == "an epsilon" else np.sqrt(ratio))
+        if size and accepted(distance(y, predicted), distance(x, y), tolerance):
+            return text, distance(y, predicted)
+    return None

@@ -15,6 +15,8 @@ from crossframe.verdict.diagnosis.reduction_fits import mixed_ranks
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
 from crossframe.verdict.measure.metrics import distance, norm
 
+SHRUNK = 0.9
+"""A smaller factor between parameters and their values at the end of the step before is no weight decay."""
 UNRELATED = 0.1
 """The largest residual of gradients that a factor multiplies, as a share of their difference."""
 
@@ -41,6 +43,10 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     text = f"{case.names[1]} has {factor.value:.6g} times the values of {case.names[0]}"
     if case.quantity.within:
         text = f"the unsharded values are {factor.value:.6g} times the shards"
+        if case.phase == UNSHARDED and name is None and SHRUNK < factor.value < 1:
+            text += ": they were multiplied outside of the optimizer's step, as by a weight decay"
+            yield Fit("weight_decay", text, factor.residual, 0.0, Claim(PLAIN, factor.value, factor.error))
+            return
     claim = Claim(PLAIN, factor.value, factor.error)
     error = factor.roundoff if name else 0.0  # a fitted constant is never exact
     yield Fit("constant_factor", f"{text}{f' ({name})' if name else ''}{also}", factor.residual, error, claim)

@@ -19,7 +19,7 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.measure.walk import walk
 from tests.conftest import EXHAUSTIVE
-from tests.core.helpers.faulty import CLIP, DECAY, RATE, Faults, manifest, record
+from tests.core.helpers.faulty import CLIP, DECAY, OWN_ADAM, RATE, Faults, manifest, record, started
 
 QUERY, KEY, DOWN, NORM = "block.query.weight", "block.key.weight", "block.down.weight", "norm.weight"
 
@@ -389,13 +389,56 @@ def test_adams_decay_belongs_in_its_gradient(clean: Clean, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"weight_decay": None}, {"clip": -1.0}, {"optimizer": "Lion"}],
+    [{"weight_decay": None}, {"clip": -1.0}],
     ids=str,
 )
 def test_settings_that_state_no_rule_are_ignored(settings: dict, tmp_path: Path) -> None:
     right = record(tmp_path / "right", **SINGLE, other=settings)
     for quantity, found in both_ways(right, tmp_path, Faults(adam_epsilon=1e-4), **SINGLE, other=settings):
         assert quantity.event == "optimizer" and found is None, found
+
+
+@pytest.mark.parametrize(
+    ("signature", "decay", "faults"),
+    [
+        ("weight_decay", DECAY, Faults(decay=0.0)),
+        ("weight_decay", DECAY, Faults(decay=2 * DECAY)),
+        ("constant_factor", DECAY, Faults(rate=1.1 * RATE, decay=DECAY)),
+        ("optimizer_epsilon", 0.0, Faults(adam_epsilon=1e-4, decay=0.0)),
+        ("optimizer_epsilon", 0.0, Faults(adam_epsilon=1e-4, decay=0.0, in_root=True)),
+    ],
+)
+def test_updates_of_an_optimizer_without_a_known_rule(
+    signature: str, decay: float, faults: Faults, tmp_path: Path
+) -> None:
+    other = {"optimizer": "Lion"}
+    in_root = Faults(decay=decay, in_root=faults.in_root)
+    right = record(tmp_path / "right", in_root, **SINGLE, other=other)
+    for quantity, found in both_ways(right, tmp_path, faults, **SINGLE, other=other):
+        assert quantity.event == "optimizer" and found is not None and found.signature == signature, found
+
+
+@pytest.mark.parametrize("name", ["no decay", "epsilon in the root", "no correction of m", "decay in the gradient"])
+def test_an_own_optimizer_may_call_its_moments_as_it_likes(name: str, tmp_path: Path) -> None:
+    signature, faults = FAULTS[name]
+    other = {"optimizer": OWN_ADAM}
+    right = record(tmp_path / "right", **SINGLE, other=other)
+    for _, found in both_ways(right, tmp_path, faults, sides=(1,), **SINGLE, other=other):
+        assert found is not None and found.signature == signature, found
+
+
+def test_a_decay_that_a_loop_adds_to_gradients_is_named(clean: Clean, tmp_path: Path) -> None:
+    faults = Faults(local=lambda s, r, grads: {n: g + 0.02 * started(n) for n, g in grads.items()} if not s else grads)
+    for _, found in both_ways(clean(**SINGLE), tmp_path, faults, **SINGLE):
+        assert found is not None and found.signature == "weight_decay" and "contains 0.02 times" in found.evidence, (
+            found
+        )
+
+
+def test_parameters_that_a_loop_shrinks_after_the_step_are_decayed(clean: Clean, tmp_path: Path) -> None:
+    faults = Faults(gathered=lambda s, r, name, now, old: now * 0.999 if s else now)
+    for _, found in both_ways(clean(**SINGLE), tmp_path, faults, **SINGLE):
+        assert found is not None and found.signature == "weight_decay", found
 
 
 def test_R28_replicas_that_never_meet_are_ranks_that_are_missing(clean: Clean, tmp_path: Path) -> None:

@@ -152,12 +152,21 @@ def record(
     return Recording.open(directory)
 
 
+OWN_ADAM, OWN_SLOTS = "OwnAdam", {"exp_avg": "m", "exp_avg_sq": "v"}
+"""An optimizer that follows AdamW's rule, and its names of moments."""
+
+
+def started(name: str) -> np.ndarray:
+    """A weight before the first step, before rounding."""
+    return _draw(SHAPES[name], 1, name) * 0.5
+
+
 class _Run:
     def __init__(self, made: Manifest, faults: Faults, noise: int) -> None:
         self.made, self.faults, self.dtype = made, faults, numpy_dtype(made.dtype)
         self.rounding = np.random.default_rng(noise + 99)
         self.roundoff = unit_roundoff(made.dtype)
-        self.params = {name: self.kept(_draw(SHAPES[name], 1, name) * 0.5, exact=True) for name in SHAPES}
+        self.params = {name: self.kept(started(name), exact=True) for name in SHAPES}
         self.params["norm.weight"] = np.ones(WIDTH, self.dtype)
         self.past: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
         slots = (
@@ -216,7 +225,8 @@ class _Run:
                     writer.parameters(step, unit, pieces(before))
                 writer.reduced_grads(step, unit, pieces(reduced))
                 for slot in next(iter(self.state.values())):
-                    writer.state(step, unit, slot, pieces({name: self.state[name][slot] for name in SHAPES}))
+                    called = OWN_SLOTS.get(slot, slot) if self.made.settings.get("optimizer") == OWN_ADAM else slot
+                    writer.state(step, unit, called, pieces({name: self.state[name][slot] for name in SHAPES}))
                 writer.counts(step, {p.name: float(faults.counted(step + 1)) for p in layout.params})
                 writer.updated(step, unit, pieces(self.params))
             writer.end_step(step)

@@ -242,6 +242,17 @@ def test_what_groups_of_parameters_have_of_their_own_is_stated_of_each(tmp_path)
         assert (rule.rate, rule.decay) == ((1e-3, 0.0) if len(made.params[name].shape) == 1 else (1e-2, 0.1)), name
 
 
+def test_an_optimizer_with_two_epsilons_is_recorded(tmp_path):
+    model = Net()
+    optimizer = torch.optim.Adafactor(model.parameters(), 1e-2)
+    with Recorder(tmp_path, model=model, optimizer=optimizer) as recorder:
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    settings = Recording.open(tmp_path).manifest.settings
+    assert settings["optimizer"] == "Adafactor" and "eps" not in settings and "weight_decay" in settings
+
+
 @pytest.mark.parametrize(
     ("flags", "kernel"),
     [({}, "for-loop"), ({"foreach": True}, "foreach"), ({"fused": True}, "fused"), ({"foreach": False}, "for-loop")],
