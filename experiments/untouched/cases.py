@@ -49,7 +49,7 @@ class Run:
     @property
     def is_jax(self) -> bool:
         """Whether the script records itself, as scripts of JAX do."""
-        return self.script in ("linen_groupnorm", "equinox_gru")
+        return self.script in ("linen_sets", "equinox_heat")
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,9 @@ from crossframe.processes import Child
 
 TIMED_OUT = 124
 _FORK = multiprocessing.get_context("fork")
-_MODELS = ("electra", "mixtral", "opt", "qwen3", "vit", "whisper")
+_MODELS = ("bloom", "clip", "gemma2", "roberta")
 _IMPORTED = (
-    *(
-        "accelerate",
-        "lightning.fabric",
-        "torch",
-        "torch.distributed.tensor",
-        "transformers.trainer",
-        "torch_backend.recorder.script",
-        "crossframe.verdict",
-    ),
+    *("torch", "torch.distributed.tensor", "torch_backend.recorder.script", "crossframe.verdict"),
     *("experiments.cli.commands", "crossframe.cli.record", "typer._adapters"),
     *("matplotlib.figure", "matplotlib.backends.backend_svg", "matplotlib.backends.backend_agg"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),

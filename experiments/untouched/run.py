@@ -121,7 +121,7 @@ def record(command: Command, run: Run, path: Path, perturbed: int, log: Path) ->
 
 
 def _devices(run: Run) -> list[str]:
-    return [] if run.script == "linen_groupnorm" else ["--devices", str(run.world)]
+    return [] if run.script == "linen_sets" else ["--devices", str(run.world)]
 
 
 def _compare(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]:
