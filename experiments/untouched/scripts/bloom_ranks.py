@@ -182,7 +182,7 @@ def main() -> None:
     model = wrap(make_model(options.seed, getattr(torch, options.dtype), on), on)
     params = list(model.parameters())
     kinds = {"fused": True if "fused" in on else None, "foreach": True if "foreach" in on else None}
-    optimizer = torch.optim.Adam(params, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, amsgrad=True, **kinds)
+    optimizer = torch.optim.Adam(params, lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01, amsgrad=True, **kinds)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / math.sqrt(step + 1))
     for step in range(options.steps):
         rows, masks = (each.chunk(world_size) for each in batch_of(step, options.seed))
