@@ -8,16 +8,18 @@ one parameter of (3 * width, width), where flax has three arrays. An entry there
 can join several arrays. Nothing is computed, so a round trip gives the same bits.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from crossframe.errors import MappingError
-from crossframe.quoting import quote
+from crossframe.quoting import quote, quote_error, quote_path
 from crossframe.rearrange import Rearrangement
 
 
@@ -227,6 +229,23 @@ class ParamMap:
         if missing := [entry.name for entry in self.entries if entry.name not in arrays]:
             raise MappingError(f"expected an array for each parameter of the map, but these are missing: {missing}")
         return {path: self.by_path[path].from_canonical(arrays[self.by_path[path].name], path) for path in self.by_path}
+
+    def save(self, path: str | Path) -> None:
+        """Write the map to a file, one entry in a line, to be read and edited."""
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in self.to_json())
+        Path(path).write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ParamMap":
+        """Read the file that `save` wrote.
+
+        Raises:
+            MappingError: it cannot be read, or is not a map.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise MappingError(f"{quote_path(path)}: expected a map of parameters: {quote_error(error)}") from None
 
     def to_json(self) -> list:
         """The map as JSON: [name, path, pattern] for each entry, or [name, paths, pattern, rows] for several paths."""

@@ -96,6 +96,21 @@ class Rearrangement:
         """
         return _shape(self.right, self._fit(shape))
 
+    def joins(self, shape: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        """The dims after it that join several axes, for an array that has this shape before it: of each axis the size, and its
+        rank by position before.
+
+        >>> Rearrangement("i h w=4 -> (h w) i").joins((12, 3, 4)) == Rearrangement("h w=4 -> (h w)").joins((3, 4))
+        True
+        """
+        sizes, before = self._fit(shape), [name for dim in self.left for name in dim]
+        ranks = [sorted(dim, key=before.index) for dim in self.right]
+        return {
+            tuple((sizes[name], rank.index(name)) for name in dim)
+            for dim, rank in zip(self.right, ranks, strict=True)
+            if len(dim) > 1
+        }
+
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != len(self.left):
             raise MappingError(f"expected {len(self.left)} dims for {self.text!r}, got shape {shape}")

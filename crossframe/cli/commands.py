@@ -185,6 +185,40 @@ def inspect(
         raise typer.Exit(FOUND if found.is_faulty else AGREE)
 
 
+@app.command("map")
+def map_models(
+    first: Annotated[
+        Path,
+        typer.Argument(
+            help="The model with canonical names: a safetensors file or folder, or a recording.", show_default=False
+        ),
+    ],
+    second: Annotated[Path, typer.Argument(help="The other model, with the same initial values.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option(help="File for the map (ParamMap.load reads it). Default: none")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find which parameter of one model is which of another, from equal initial values: names, dims and grouping may differ.
+
+    Parameters whose values are all equal, such as zeros, are told apart by the gradients of two recordings.
+    """
+    from crossframe.alignment import align
+    from crossframe.alignment.models import read_model
+    from crossframe.cli.alignment import print_alignment
+
+    with exit_on_error():
+        (values, gradients), (other_values, other_gradients) = read_model(first), read_model(second)
+        found = align(values, other_values, (gradients, other_gradients))
+        if output is not None:
+            found.param_map.save(output)
+        if as_json:
+            print(json.dumps(found.to_json(), indent=1))
+        else:
+            print_alignment(console, found, output)
+        raise typer.Exit(FOUND if found.undecided else AGREE)
+
+
 @app.command()
 def layout(
     model: ShapesOf,

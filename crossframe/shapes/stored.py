@@ -13,7 +13,7 @@ from crossframe.shapes.model_shapes import ModelShapes
 
 SUFFIX = ".safetensors"
 # The floating dtypes of the safetensors format that can be sharded. Buffers of integers are not parameters.
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
 
 def from_safetensors(path: Path) -> ModelShapes:
@@ -31,7 +31,7 @@ def from_safetensors(path: Path) -> ModelShapes:
             with safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     stored = opened.get_slice(name)
-                    if dtype := _DTYPES.get(stored.get_dtype()):
+                    if dtype := STORED_DTYPES.get(stored.get_dtype()):
                         params.append(ParamSpec(name, tuple(stored.get_shape()), dtype))
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{file}: expected a safetensors file, cannot read it: {error}") from None

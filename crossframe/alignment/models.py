@@ -1,0 +1,57 @@
+"""The parameters of a stored model: in safetensors files, or in a recording with the gradients of its first step."""
+
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from crossframe.alignment.align import Arrays
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import RecordingError, UsageError
+from crossframe.recording import Recording
+from crossframe.recording.event_format import PARAMETERS, REDUCE
+from crossframe.shapes.stored import STORED_DTYPES, SUFFIX, is_recording
+
+
+def read_model(path: Path) -> tuple[Arrays, Arrays]:
+    """(initial values, gradients of the first step) by name. There are gradients in dense recordings alone.
+
+    Raises:
+        RecordingError: a damaged recording, or one without the values of parameters.
+        UsageError: neither a recording nor safetensors files with floating tensors.
+    """
+    return _recorded(path) if is_recording(path) else (_safetensors(path), {})
+
+
+def _safetensors(path: Path) -> Arrays:
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    found = {}
+    for file in files:
+        try:
+            tensors = deserialize(file.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{file}: expected a safetensors file, cannot read it: {error}") from None
+        for name, fields in sorted(tensors, key=lambda tensor: tensor[0]):
+            if dtype := STORED_DTYPES.get(fields["dtype"]):
+                found[name] = np.frombuffer(fields["data"], numpy_dtype(dtype)).reshape(fields["shape"])
+    if not found:
+        raise UsageError(f"{path}: expected a recording, or safetensors files with floating tensors; there is neither")
+    return found
+
+
+def _recorded(path: Path) -> tuple[Arrays, Arrays]:
+    recording = Recording.open(path, partial=True)
+    names = recording.manifest.params
+    if not recording.num_steps:
+        raise RecordingError(f"{path}: expected one complete step, got none")
+    if sketched := [name for name in names if recording.is_sketched(PARAMETERS, 0, name)]:
+        raise RecordingError(
+            f"{path}: expected the elements of parameters, but {sketched[0]!r} was recorded as a sketch; record with --dense 1"
+        )
+    values = {name: recording.full(PARAMETERS, 0, name) for name in names}
+    gradients = {
+        name: recording.full(REDUCE, 0, name)
+        for name in names
+        if recording.has(REDUCE, 0, name) and not recording.is_sketched(REDUCE, 0, name)
+    }
+    return values, gradients

@@ -1,0 +1,44 @@
+"""Signatures of the slices of an array, which do not depend on the order of elements within a slice.
+
+The signature of a set of elements is the sum of a hash of each one's bits, modulo 2^64. So two slices with the same elements have
+the same signature whatever transposition or reshape lies between them, and one pass over an array gives the signatures of the
+slices along every axis. Two different slices have the same signature with probability 2^-64.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from crossframe.recording.hashing import mix
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def element_hashes(array: np.ndarray) -> np.ndarray:
+    """A uint64 hash of the bits of each element, in the array's shape. -0.0 is 0.0."""
+    positive = np.ascontiguousarray(array + np.zeros((), array.dtype))
+    bits = positive.view(_UNSIGNED[array.dtype.itemsize])
+    return mix(bits.astype(np.uint64) * _ODD + _ODD)
+
+
+def signature(hashes: np.ndarray) -> int:
+    """The signature of a whole array, from its `element_hashes`."""
+    return int(hashes.sum(dtype=np.uint64))
+
+
+def axis_signatures(hashes: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The signatures of the slices along some axes, flattened: the first axis varies slowest."""
+    others = tuple(axis for axis in range(hashes.ndim) if axis not in axes)
+    return hashes.sum(axis=others, dtype=np.uint64).reshape(-1)
+
+
+def axis_sets(shape: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
+    """The sets of axes that have `size` slices together. Axes of size 1 are in none."""
+    wide = [axis for axis, extent in enumerate(shape) if extent > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.combinations(wide, count):
+            if math.prod(shape[axis] for axis in axes) == size:
+                yield axes

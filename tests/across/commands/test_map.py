@@ -1,0 +1,73 @@
+"""`crossframe map`, as a user meets it: safetensors files and recordings, the map that it writes, and its exit status."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from crossframe.cli.commands import app
+from crossframe.errors import MappingError
+from crossframe.param_map import ParamMap
+from tests.core.helpers import synthetic
+
+
+def run(*arguments):
+    """Exit status and what was printed."""
+    result = CliRunner().invoke(app, ["map", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def files(tmp_path):
+    rng = np.random.default_rng(0)
+    first = {"fc.weight": rng.normal(size=(6, 4)), "out.weight": rng.normal(size=(2, 6)), "out.bias": np.zeros(2)}
+    second = {"dense.kernel": first["fc.weight"].T, "head.kernel": first["out.weight"].T, "head.bias": np.zeros(2)}
+    for name, arrays in (("a", first), ("b", second)):
+        save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, tmp_path / f"{name}.safetensors")
+    return tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+
+
+def test_two_files_give_a_map_that_can_be_read(files, tmp_path):
+    status, text = run(*files)
+    assert (
+        status == 0
+        and "fc.weight = dense.kernel  a b -> b a" in text
+        and "3 parameters aligned by their values" in text
+    )
+    status, text = run(*files, "--output", tmp_path / "map.json")
+    assert status == 0 and str(tmp_path / "map.json") in text.replace("\n", "")
+    loaded = ParamMap.load(tmp_path / "map.json")
+    pairs = [(entry.name, entry.path) for entry in loaded.entries]
+    assert pairs == [("fc.weight", "dense.kernel"), ("out.bias", "head.bias"), ("out.weight", "head.kernel")]
+    assert json.loads(run(*files, "--json")[1])["map"] == loaded.to_json()
+
+
+def test_what_is_undecided_is_exit_status_1(files, tmp_path):
+    save_file({"dense.kernel": np.ones((4, 6)), "head.bias": np.zeros(2)}, tmp_path / "other.safetensors")
+    status, text = run(files[0], tmp_path / "other.safetensors")
+    assert status == 1 and "undecided: fc.weight: no counterpart has the same elements" in text
+
+
+def test_a_recording_aligns_with_itself(tmp_path):
+    synthetic.write_run(tmp_path / "run", synthetic.manifest())
+    status, text = run(tmp_path / "run", tmp_path / "run")
+    assert status == 0 and "undecided" not in text
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
+def test_a_model_that_cannot_be_read_is_named(files, tmp_path, content):
+    path = tmp_path / "c.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    status, text = run(files[0], path)
+    assert status == 2 and "c.safetensors: expected a safetensors file" in text.replace("\n", "")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '[["w"]]', '[["w", "k", "i o -> o"]]'])
+def test_an_invalid_map_file_is_refused(tmp_path, content):
+    (tmp_path / "map.json").write_text(content)
+    with pytest.raises(MappingError, match="expected"):
+        ParamMap.load(tmp_path / "map.json")

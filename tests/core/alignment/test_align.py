@@ -1,0 +1,169 @@
+"""Alignment of two models by their values: names, dims and grouping differ, and nothing else is given."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossframe.alignment import GRADIENTS, MODULES, VALUES, align
+from crossframe.alignment.solve import rearrangements, solve
+from crossframe.errors import MappingError
+from crossframe.param_map import MapEntry, ParamMap
+from crossframe.rearrange import Rearrangement
+from tests.core.helpers.random_layouts import QUICK
+
+PATTERNS = [
+    "a b -> a b",
+    "a b -> b a",
+    "h w i o -> o i h w",
+    "i h w=4 -> (h w) i",
+    "h w=4 o -> o (h w)",
+    "(h pair=3 two=2) i -> (h two pair) i",
+    "a b=3 c -> 1 (a b) 1 c",
+    "(a b=2) (c d=3) -> a c b d",
+]
+
+
+def values(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def block(layer, *, biases=0.0):
+    """A transformer's block in torch: (name, value)."""
+    at, seed = f"model.layers.{layer}", 100 * layer
+    for i, part in enumerate(("q", "k", "v", "o")):
+        yield f"{at}.attn.{part}.weight", values((12, 12), seed + i)
+        yield f"{at}.attn.{part}.bias", np.full(12, biases, np.float32)
+    yield f"{at}.norm1.weight", np.ones(12, np.float32)
+    yield f"{at}.norm2.weight", np.ones(12, np.float32)
+    yield f"{at}.fc.weight", values((20, 12), seed + 9)
+
+
+def in_jax(name, value):
+    """(path, value) of a parameter in the other model."""
+    path = name.replace("model.", "").replace("attn", "attention").replace("norm", "ln").replace("weight", "kernel")
+    if value.ndim == 1:
+        return path, value.reshape(3, 4) if "attn" in name and not name.endswith("o.bias") else value
+    if ".o." in name:
+        return path, value.T.reshape(3, 4, 12)
+    return path, value.T.reshape(12, 3, 4) if "attn" in name else value.T
+
+
+@pytest.fixture
+def models():
+    first = {"embed.weight": values((30, 12), 7)} | dict(itertools.chain(block(0), block(1)))
+    return first, dict(itertools.starmap(in_jax, first.items()))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16], ids=["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_rearrangement_is_found_from_the_values(pattern, dtype):
+    form = Rearrangement(pattern)
+    sizes = iter((6, 4, 12, 6))
+    shape = tuple(next(sizes) if len(dim) < 2 else 12 for dim in form.left)
+    if "w=4" in pattern or ("b=3" in pattern and len(form.left) == 3):
+        shape = {"i h w=4 -> (h w) i": (6, 3, 4), "h w=4 o -> o (h w)": (3, 4, 6)}.get(pattern, (6, 3, 5))
+    array = values(shape, dtype=dtype)
+    found = solve(form(array), array)
+    assert found is not None and np.array_equal(found(array), form(array))
+    back = solve(array, form(array))
+    assert back is not None and np.array_equal(back(form(array)), array)
+
+
+def test_another_order_of_rows_is_no_rearrangement():
+    array = values((5, 4))
+    assert solve(array[[1, 0, 2, 4, 3]], array) is None
+    changed = array.T.copy()
+    changed[0, 0], changed[1, 0] = changed[1, 0], changed[0, 0]
+    assert solve(changed, array) is None
+
+
+@QUICK
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_every_transposition_and_join_is_among_the_rearrangements(shape, data):
+    order = data.draw(st.permutations(range(len(shape))))
+    moved = tuple(shape[i] for i in order)
+    at = data.draw(st.integers(0, len(shape) - 1))
+    joined = (*moved[:at], int(np.prod(moved[at : at + 2])), *moved[at + 2 :])
+    array = np.arange(int(np.prod(shape))).reshape(shape)
+    wanted = array.transpose(order).reshape(joined)
+    assert any(np.array_equal(each(array), wanted) for each in rearrangements(joined, tuple(shape)))
+
+
+def test_all_weights_are_aligned_by_values_and_biases_by_their_modules(models):
+    found = align(*models)
+    assert len(found.param_map.entries) == len(models[0]) - 4
+    for entry in found.param_map.entries:
+        assert entry.path == in_jax(entry.name, models[0][entry.name])[0]
+        assert np.array_equal(entry.to_canonical(models[1][entry.path]), models[0][entry.name])
+        assert found.evidence[entry.name] == (MODULES if entry.name.endswith("bias") else VALUES)
+    assert [len(each.names) for each in found.undecided] == [4]
+    assert all("norm" in name for name in found.undecided[0].names) and "gradients" in found.undecided[0].why
+
+
+def test_gradients_decide_what_values_and_modules_do_not(models):
+    gradients = {name: values(value.shape, i, np.float64) for i, (name, value) in enumerate(models[0].items())}
+    others = dict(in_jax(name, value * (1 + 1e-6)) for name, value in gradients.items())
+    found = align(*models, (gradients, others))
+    assert not found.undecided and len(found.param_map.entries) == len(models[0])
+    for entry in found.param_map.entries:
+        assert entry.path == in_jax(entry.name, models[0][entry.name])[0]
+    assert {found.evidence[name] for name in models[0] if "norm" in name} == {GRADIENTS}
+    # Gradients that are as near to one another as to their own decide nothing.
+    equal = {name: np.ones(value.shape) for name, value in models[0].items()}
+    assert align(*models, (equal, {path: np.ones(v.shape) for path, v in models[1].items()})).undecided
+
+
+def test_rows_of_several_parameters_are_joined(models):
+    first, second = models
+    for layer in range(2):
+        at = f"model.layers.{layer}.attn"
+        first[f"{at}.qkv.weight"] = np.concatenate([first.pop(f"{at}.{part}.weight") for part in "qkv"])
+    entry = align(first, second).param_map.by_name["model.layers.1.attn.qkv.weight"]
+    assert entry.paths == tuple(f"layers.1.attention.{part}.kernel" for part in "qkv")
+    assert np.array_equal(entry.to_canonical(*(second[path] for path in entry.paths)), first[entry.name])
+    # The other way round no map can state it, and the parameters are named.
+    found = align(second, first)
+    assert (
+        tuple(f"layers.0.attention.{part}.kernel" for part in "qkv"),
+        ("model.layers.0.attn.qkv.weight",),
+    ) in [(each.names, each.paths) for each in found.undecided]
+
+
+def test_stacked_layers_are_reported(models):
+    first, second = models
+    stack = np.stack([second.pop(f"layers.{layer}.fc.kernel") for layer in range(2)])
+    found = align(first, second | {"layers.fc.kernel": stack})
+    (each,) = [each for each in found.undecided if each.paths == ("layers.fc.kernel",)]
+    assert each.names == ("model.layers.0.fc.weight", "model.layers.1.fc.weight")
+
+
+def test_models_that_share_no_values_have_no_map(models):
+    other = {path: value * 1.5 + 0.25 for path, value in models[1].items()}
+    found = align(models[0], other)
+    assert found.param_map == ParamMap(()) and all("initial values" in each.why for each in found.undecided)
+    with pytest.raises(MappingError, match="expected parameters in both"):
+        align(models[0], {})
+
+
+def test_a_tied_copy_is_named():
+    weight = values((6, 4))
+    found = align({"embed.weight": weight, "head.weight": weight}, {"embed": weight})
+    assert found.param_map.entries == () or found.param_map.entries[0].name == "embed.weight"
+    assert any("tied" in each.why or len(each.names) == 2 for each in found.undecided)
+
+
+def test_dtypes_that_differ_are_compared_in_the_coarser_one():
+    weight = values((6, 4))
+    found = align({"w": weight.astype(ml_dtypes.bfloat16)}, {"k": weight.T})
+    assert found.param_map.entries == (MapEntry("w", "k", "a b -> b a"),)
+
+
+def test_square_zeros_need_gradients_for_their_order():
+    zeros, gradient = np.zeros((4, 4)), values((4, 4))
+    assert align({"w": zeros}, {"k": zeros}).param_map.entries == ()
+    found = align({"w": zeros}, {"k": zeros}, ({"w": gradient}, {"k": gradient.T}))
+    assert found.param_map.entries == (MapEntry("w", "k", "a b -> b a"),)
