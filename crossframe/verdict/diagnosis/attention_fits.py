@@ -1,7 +1,8 @@
 """Fits attention to its projections: the scale of scores, keys that are masked, exchanged projections, shares in low precision.
 
-The right side must be softmax(scale * q k) v with scale 1 / sqrt(head width), for some number of heads, rotary positions or none,
-a causal mask or none, and a number of keys in each sample. The wrong side is the same with one change.
+The right side must be softmax(scale * q k) v, for some number of heads, rotary positions or none, a causal mask or none, and a
+number of keys in each sample. The scale is 1 / sqrt(head width), or it is fitted together with a cap of the scores. The wrong
+side is the same with one change.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, sum_roundoff
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_ELEMENTS = 1 << 20
@@ -44,6 +45,9 @@ class Projections:
 
     def first(self, samples: int) -> "Projections":
         return replace(self, q=self.q[:samples], k=self.k[:samples], v=self.v[:samples])
+
+    def until(self, positions: int) -> "Projections":
+        return replace(self, q=self.q[:, :positions], k=self.k[:, :positions], v=self.v[:, :positions])
 
     def exchanged(self) -> "Projections":
         """With queries and keys exchanged."""
@@ -136,7 +140,8 @@ class Change:
 def attention_of(sides: Contrast, inputs: Sequence[Projections], roundoff: float) -> Change | None:
     """What the wrong side's attention does otherwise; None if the right side is not attention of these projections.
 
-    A sum of n products has an error of n u; there are two of them and a softmax over S terms. Rotary positions add two products.
+    Each side is predicted from its own projections, so both must agree with their predictions up to the rounding of attention
+    itself, however far the projections are apart.
 
     Args:
         inputs: of the right and the wrong side.
@@ -146,16 +151,23 @@ def attention_of(sides: Contrast, inputs: Sequence[Projections], roundoff: float
     if x.ndim != 3 or x.size > MOST_ELEMENTS or inputs[0].k.shape[1] < 2:
         return None
     for right in _structures(x, inputs[0]):
-        error = (
-            8
-            * (inputs[0].q.shape[-1] // right.heads + inputs[0].k.shape[1] + 2 * bool(right.base))
-            * roundoff
-            * norm(x)
-        )
-        found = _masked(x, inputs[0], right, sides.limit + error)
+        error = _error(x, inputs[0], right, roundoff)
+        found = _masked(x, inputs[0], right, error)
+        if found is not None:
+            return _change(sides, inputs, found, error)
+    for plain in _structures(x, inputs[0]):
+        error = _error(x, inputs[0], plain, roundoff)
+        found = None if plain.cap else _fitted(x, inputs[0], plain, error)
         if found is not None:
             return _change(sides, inputs, found, error)
     return None
+
+
+def _error(x: np.ndarray, given: Projections, right: Attention, roundoff: float) -> float:
+    """The bound on the rounding of attention, in norm: two sums of products and a softmax over S terms; rotary positions add two
+    products."""
+    terms = given.q.shape[-1] // right.heads + given.k.shape[1] + 2 * bool(right.base)
+    return 8 * sum_roundoff(terms, roundoff) * norm(x)
 
 
 def _structures(x: np.ndarray, given: Projections) -> Iterator[Attention]:
@@ -174,6 +186,68 @@ def _structures(x: np.ndarray, given: Projections) -> Iterator[Attention]:
                 if not base or (square and width % 2 == 0):
                     for causal in (True, False) if square else (False,):
                         yield replace(plain, causal=causal, base=base, adjacent=adjacent, cap=cap)
+
+
+def _fitted(x: np.ndarray, given: Projections, plain: Attention, tolerance: float) -> Attention | None:
+    """The attention with the factor and the cap of scores that give x; None if no such values do.
+
+    In causal attention the first position has the values of the first key, whatever the scores are, and the second one sees two
+    keys: from all samples together these show both constants. Without a causal mask only a factor is fitted, without rotary
+    positions.
+    """
+    if plain.causal:
+        few, start = given.until(2), x[:, :2]
+        if few.q.shape[1] < 2 or distance(start[:, :1], plain.of(few)[:, :1]) > tolerance:
+            return None
+        found = _constants(start, few, plain, capped=True)
+        if distance(start, found.of(few)) > tolerance:
+            return None
+        found = _masked(x, given, found, tolerance)
+    else:
+        few, start = given.first(SCREENED), x[:SCREENED]
+        even = replace(plain, factor=0.0).of(few)
+        if plain.base or even.shape != start.shape:
+            return None
+        found = _constants(start, few, plain, capped=False)
+        if 2 * distance(start, found.of(few)) > distance(start, even):
+            return None
+    if found is None:
+        return None
+    found = _constants(x, given, found, capped=plain.causal)
+    return found if distance(x, found.of(given)) <= tolerance else None
+
+
+def _constants(y: np.ndarray, given: Projections, start: Attention, *, capped: bool) -> Attention:
+    """The best-fitting factor and cap of scores, by a coarse search followed by Gauss-Newton.
+
+    The cap enters by the inverse of its square, in which attention without a cap is a regular point.
+    """
+
+    def made(constants: np.ndarray) -> Attention:
+        cap = 1 / math.sqrt(constants[1]) if constants[1] > 1e-8 else 0.0
+        return replace(start, factor=float(constants[0]), cap=cap)
+
+    def apart(constants: np.ndarray) -> float:
+        return distance(y, made(constants).of(given))
+
+    bends = (0.0, 4e-4, 0.01, 0.1, 1.0) if capped else (0.0,)
+    now = min(
+        (np.array([start.factor * 2.0**i, bend]) for i in range(-4, 5) for bend in bends if start.factor),
+        key=apart,
+    )
+    if start.cap:
+        now = min(now, np.array([start.factor, start.cap**-2]), key=apart)
+    for _ in range(30):
+        here = made(now).of(given)
+        steps = (1e-6 * now[0], 1e-6 * max(now[1], 1e-3))[: 1 + capped]
+        ways = [(made(now + h * np.eye(2)[i]).of(given) - here).reshape(-1) / h for i, h in enumerate(steps)]
+        moved = np.zeros(2)
+        moved[: len(ways)] = np.linalg.lstsq(np.stack(ways, axis=1), (y - here).reshape(-1), rcond=None)[0]
+        reached = np.array([max(now[0] + moved[0], now[0] / 4), max(now[1] + moved[1], now[1] / 8)])
+        if not np.isfinite(reached).all() or apart(reached) >= distance(y, here):
+            break
+        now = reached
+    return made(now)
 
 
 def _masked(x: np.ndarray, given: Projections, right: Attention, tolerance: float) -> Attention | None:
@@ -233,7 +307,7 @@ def _distances(x: np.ndarray, y: np.ndarray, found: Attention, seen: np.ndarray)
 
 
 def _change(sides: Contrast, inputs: Sequence[Projections], right: Attention, error: float) -> Change | None:
-    given, tolerance = inputs[1], sides.limit + error
+    given, tolerance = inputs[1], error
     seen = slice(None) if right.keys is None or not right.causal else slice(int(right.keys.argmax(axis=1).max()), None)
     part = Contrast(sides.right[:, seen], sides.wrong[:, seen], sides.limit, sides.roundoff)
 

@@ -117,6 +117,17 @@ def roundoff_of(array: np.ndarray) -> float:
     return unit_roundoff(array.dtype.name) if array.dtype.name in FLOATING else 0.0
 
 
+def sum_roundoff(terms: int, roundoff: float) -> float:
+    """The bound on the relative rounding of a sum of products whose result is rounded to a dtype.
+
+    Kernels add up values of coarser dtypes in float32, and round twice: a product and the result.
+
+    >>> sum_roundoff(100, 2.0**-9) < 2.1 * 2.0**-9, sum_roundoff(100, 2.0**-53) == 102 * 2.0**-53
+    (True, True)
+    """
+    return terms * min(roundoff, unit_roundoff("float32")) + 2 * roundoff
+
+
 def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
     """Whether all elements are equal up to rounding, such as zeros or initial weights of a norm, so that equal values show
     nothing.

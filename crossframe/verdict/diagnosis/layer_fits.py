@@ -1,12 +1,13 @@
 """Fits differences within a layer: positions, padding in a norm's mean, the weight of another layer."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, is_uninformative
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, is_uninformative, sum_roundoff
 from crossframe.verdict.diagnosis.module_fits import Normed, one_side
 from crossframe.verdict.measure.metrics import distance, norm
 
@@ -52,6 +53,50 @@ def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Positions of which one side looks up other rows.
+
+    Attributes:
+        shifts: by how many rows, in any sample, the most frequent first.
+        num_shifted, total: the number of positions that are shifted, and of all positions.
+    """
+
+    shifts: tuple[int, ...]
+    num_shifted: int
+    total: int
+
+
+def rows_off(sides: Contrast, table: np.ndarray) -> Rows | None:
+    """The shifts of positions whose rows in a table were looked up, for outputs of shape (..., T, width) of both sides.
+
+    All elements of both sides must be rows of the table, bit for bit. In most samples most rows must be consecutive on both
+    sides, as positions are and tokens are not, and shifted by the same number. The others, such as those of padding, may be any.
+    """
+    x, y = sides.right, sides.wrong
+    if table.ndim != 2 or x.ndim < 2 or x.shape[-1] != table.shape[1] or x.shape[-2] < 3 or x.shape != y.shape:
+        return None
+    where = {row.tobytes(): i for i, row in enumerate(table)}
+    if len(where) < len(table):
+        return None  # equal rows do not tell positions apart
+    rows = [[where.get(row.tobytes(), -1) for row in np.ascontiguousarray(s).reshape(-1, x.shape[-1])] for s in (x, y)]
+    first, second = (np.array(found).reshape(-1, x.shape[-2]) for found in rows)
+    if first.min() < 0 or second.min() < 0:
+        return None
+    shifts: Counter[int] = Counter()
+    alike = 0
+    for one, other in zip(first, second, strict=True):
+        follows = (np.diff(one) == 1) & (np.diff(other) == 1)
+        by, count = Counter((other - one).tolist()).most_common(1)[0]
+        if 2 * follows.sum() >= len(follows) and 2 * count > len(one):
+            shifts[by] += count
+            alike += 1
+    del shifts[0]
+    if 2 * alike <= len(first) or not shifts:
+        return None
+    return Rows(tuple(by for by, _ in shifts.most_common()), shifts.total(), first.size)
+
+
+@dataclass(frozen=True)
 class Padded:
     """A norm whose mean includes padding.
 
@@ -88,7 +133,7 @@ def padded_norm(
         Normed("layer norm", (x.ndim - 1,), True, x.ndim - 1),
         Normed("RMS norm", (x.ndim - 1,), False, x.ndim - 1),
     ):
-        right = one_side(kind, inputs[0], sides.right, weight, b, roundoff, sides.limit)
+        right = one_side(kind, inputs[0], sides.right, weight, b, roundoff)
         if right is None or not right[0].under_root:
             continue
         residuals = {
@@ -185,7 +230,7 @@ def other_kernel(
     if weight.ndim != 2 or inputs[0].shape[-1] != weight.shape[1] or sides.right.shape[-1] != weight.shape[0]:
         return None
     sizes = times(np.abs(inputs[1]), (np.abs(weight), None if bias is None else np.abs(bias)))
-    error = sides.limit + (weight.shape[1] + 2) * roundoff * norm(sizes)
+    error = sum_roundoff(weight.shape[1], roundoff) * norm(sizes)
     if distance(sides.right, times(inputs[0], own)) > error:
         return None
     return next(_explained(sides, {name: times(inputs[1], other) for name, other in others.items()}, error), None)

@@ -25,6 +25,7 @@ from crossframe.verdict.diagnosis.layer_fits import (
     padded_norm,
     pooled,
     positions_off,
+    rows_off,
 )
 from crossframe.verdict.diagnosis.module_hypotheses import (
     Both,
@@ -46,12 +47,32 @@ def shifted_positions(case: Case) -> Iterator[Fit]:
     """Positions are looked up a few rows too early or too late, in a parameter or in the table of sines and cosines."""
     if len(case.both.right.shape) < 2:
         return
+    yield from _other_rows(case)
     for name, table in _position_tables(case):
         if found := positions_off(case.sides, table):
             rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
             where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
             text = f"{case.names[1]} looks up each position in {name} {where}"
             yield Fit("shifted_positions", text, found.residual, found.error, Claim("positions", found.rows))
+
+
+def _other_rows(case: Case) -> Iterator[Fit]:
+    """The same for the output of a table itself, where the shift may differ between samples and need not hold for padding."""
+    params = parameters_of(case)
+    if (
+        params is None
+        or params[0].ndim != 2
+        or params[1] is not None
+        or case.quantity.dtypes[0] != case.quantity.dtypes[1]
+    ):
+        return
+    if found := rows_off(case.both, params[0].astype(case.quantity.a.dtype).astype(np.float64)):
+        shifts = ", ".join(f"{abs(by)} {'later' if by > 0 else 'earlier'}" for by in found.shifts)
+        text = (
+            f"{case.names[1]} looks up {found.num_shifted} of {found.total} positions in the table of {case.quantity.module} "
+            f"some rows later or earlier than {case.names[0]}: {shifts}"
+        )
+        yield Fit("shifted_positions", text, 0.0, 0.0, Claim("rows", found.shifts[0]))
 
 
 def _position_tables(case: Case) -> Iterator[tuple[str, np.ndarray]]:
@@ -94,14 +115,11 @@ def _described(case: Case, found: Change) -> Fit:
     claim = Claim(found.kind)
     match found.kind:
         case "scale":
-            width = round(1 / found.right.factor**2)
-            signature, text = (
-                "attention_scale",
-                (
-                    f"{heads} multiplies scores by {found.right.factor:.6g} (1 / the square root of {width}, a head's width) in "
-                    f"{right}, and by {found.wrong.factor:.6g} in {wrong}"
-                ),
-            )
+            width = math.prod(case.both.right.shape[2:]) // found.right.heads
+            usual = math.isclose(found.right.factor, width**-0.5, rel_tol=1e-3)
+            which = f" (1 / the square root of {width}, a head's width)" if usual else ""
+            text = f"{heads} multiplies scores by {found.right.factor:.6g}{which} in {right}, and by "
+            signature, text = "attention_scale", f"{text}{found.wrong.factor:.6g} in {wrong}"
             claim = Claim("scale", found.wrong.factor, found.uncertainty)
         case "keys":
             counts = [_num_keys(side, case.both.right.shape) for side in (found.right, found.wrong)]

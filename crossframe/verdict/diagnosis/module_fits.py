@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.dtypes import numpy_dtype
+from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.verdict.diagnosis.fit import Contrast, accepted
 from crossframe.verdict.measure.metrics import distance, norm
 
@@ -106,7 +106,7 @@ def norm_epsilons(
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         right, wrong = (
-            one_side(kind, kind.split(x), kind.split(y), w, b, roundoff, sides.limit)
+            one_side(kind, kind.split(x), kind.split(y), w, b, roundoff)
             for x, y in zip(inputs, (sides.right, sides.wrong), strict=True)
         )
         if right is None or wrong is None:
@@ -163,7 +163,7 @@ def rounded_epsilons(
 
 
 def one_side(
-    kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float, limit: float
+    kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float
 ) -> tuple[Epsilon, float] | None:
     """The epsilon of one side and its residual; None if the residual exceeds rounding."""
     centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
@@ -172,10 +172,12 @@ def one_side(
         value, steep = _epsilon_of(y - b, centred * w, square, under_root)
         below = _below(square, value, under_root)
         residual = distance(y, centred * w / below + b)
-        # The mean has an error of 2 u max|x|; the remaining 8 operations are on numbers as large as the output.
-        coarse = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / below
-        error = roundoff * (8 * norm(y) + norm(np.broadcast_to(coarse, y.shape)) * kind.centred)
-        if residual <= max(limit, error):
+        # The mean, which is computed in float32 at least, has an error of 2 u max|x|; the remaining 8 operations are on numbers
+        # as large as the output.
+        of_mean = 2 * np.abs(x).max(initial=0.0) * np.abs(w) / below
+        fine = min(roundoff, unit_roundoff("float32"))
+        error = 8 * roundoff * norm(y) + fine * norm(np.broadcast_to(of_mean, y.shape)) * kind.centred
+        if residual <= error:
             return Epsilon(value, error / max(steep, TINY), under_root), residual
     return None
 

@@ -19,7 +19,8 @@ from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule,
 from crossframe.verdict import PairVerdict, Verdict, compare
 from crossframe.verdict.diagnosis.attention_fits import Attention, Projections, attention_of
 from crossframe.verdict.diagnosis.fit import Contrast
-from crossframe.verdict.diagnosis.layer_fits import pooled
+from crossframe.verdict.diagnosis.layer_fits import other_kernel, pooled, rows_off
+from crossframe.verdict.diagnosis.module_fits import norm_epsilons
 
 WORDS, WIDTH, LENGTH, SAMPLES, HEADS = 40, 8, 6, 3, 2
 UNITS = {
@@ -316,7 +317,7 @@ def test_pooling_that_counts_padding_is_found(kind: str) -> None:
     assert pooled(Contrast.of(np.array(right), np.array(right) + 1e-3, 1e-12), (x, x)) is None
 
 
-@pytest.mark.parametrize("name", ["adjacent", "grouped", "window", "cap", "fused"])
+@pytest.mark.parametrize("name", ["adjacent", "grouped", "window", "cap", "fused", "unusual", "all seen"])
 def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     q, k, v = (drawn(f"{name} {each}", 3, 6, 8) for each in "qkv")
     right = Attention(2, 2, causal=True, factor=0.5)
@@ -326,6 +327,8 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
         "adjacent": replace(right, base=1e4, adjacent=True),
         "window": replace(right, window=3),
         "cap": replace(right, cap=50.0),
+        "unusual": replace(right, base=1e4, cap=1.5, window=4, factor=0.35),
+        "all seen": replace(right, causal=False, factor=0.35),
     }.get(name, right)
     after = (drawn("after", 8, 8), drawn("bias", 8)) if name == "fused" else None
     given = Projections(q, k, v, after)
@@ -334,6 +337,40 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     assert found is not None and found.kind == "scale" and abs(found.wrong.factor - 0.7) < 1e-9
     noise = Contrast.of(sides.right, sides.right + 1e-3 * drawn("noise", *sides.right.shape), 1e-12)
     assert attention_of(noise, (given, given), 2.0**-53) is None
+
+
+def test_a_wide_bound_explains_no_layer() -> None:
+    """Each side's own inputs are known, so that a layer's output is as exact as its dtype, however wide the bound is."""
+    q, k, v, noise = (drawn(f"wide {each}", 3, 6, 8) for each in "qkvn")
+    plain, given = Attention(2, 2, causal=True, factor=0.5), Projections(q, k, v)
+    x, exchanged = plain.of(given), plain.of(given.exchanged())
+    apart = exchanged + 0.2 * noise
+    assert attention_of(Contrast.of(x, exchanged, np.linalg.norm(x)), (given, given), 2.0**-9).kind == "exchanged"
+    assert attention_of(Contrast.of(x, apart, np.linalg.norm(x)), (given, given), 2.0**-9) is None
+    own, other = ((drawn(f"wide {name}", 8, 8), None) for name in ("own", "other"))
+    x, exact = q @ own[0].T, q @ other[0].T
+    near = exact + 0.2 * np.linalg.norm(x) / np.linalg.norm(noise) * noise
+    for wrong, found in ((exact, "other"), (near, None)):
+        sides = Contrast.of(x, wrong, np.linalg.norm(x))
+        assert (other_kernel(sides, (q, q), own, {"other": other}, 2.0**-9) or [None])[0] == found
+    normed = rms(q)
+    scaled = normed * (0.6 + 0.05 * drawn("scales", 8))
+    sides = Contrast.of(normed, scaled, 0.2 * np.linalg.norm(normed))
+    assert norm_epsilons(sides, (q, q), np.ones(8), None, 2.0**-9) is None
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_positions_that_padding_shifts_are_found(by_sample: bool) -> None:
+    table, lengths = drawn("rows", 12, 4), np.array([6, 4, 5])
+    at = np.arange(6) + np.zeros((3, 1), int)
+    right = np.where(at < lengths[:, None], at + 2, 1)
+    wrong = at + (6 - lengths)[:, None] if by_sample else at
+    right = at if by_sample else right
+    found = rows_off(Contrast.of(table[right], table[wrong], 1e-12), table)
+    assert found is not None and found.shifts == ((2, 1) if by_sample else (-2,))
+    tokens = np.random.default_rng(0).integers(0, 12, (3, 6))
+    assert rows_off(Contrast.of(table[tokens], table[(tokens + 1) % 12], 1e-12), table) is None
+    assert rows_off(Contrast.of(table[at], table[at] + 1e-9, 1e-12), table) is None
 
 
 CLEAN = {"plain": RIGHT, "uneven": UNEVEN, "parts": PARTS, "single": SINGLE, "layer norm": Run(layer_norm=True)}
