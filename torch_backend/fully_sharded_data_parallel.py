@@ -23,9 +23,9 @@ from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._clipping import clip_grad_norm
 from torch_backend.engine._step_hooks import StepExecutor
+from torch_backend.engine._summon import summon_units
 from torch_backend.engine._unit import UNIT, unit_of
 from torch_backend.engine._unit_tree import named_units, units_in
-from torch_backend.engine._unshard import summon_units
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
 from torch_backend.fsdp1._arguments import (
     check_arguments,
@@ -36,7 +36,7 @@ from torch_backend.fsdp1._arguments import (
     wrap_inside,
 )
 from torch_backend.fsdp1._optim_state_methods import HasOptimStateDicts
-from torch_backend.fsdp1._summon import Summonable
+from torch_backend.fsdp1._summon_full_params import Summonable
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._process_groups import Groups, find_groups, unit_mesh
 from torch_backend.modules._buffers import cast_buffers

@@ -14,7 +14,7 @@ from crossframe.inspection.values import finite_or_none, side_of
 from crossframe.recording import Recording
 from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE, before_step
 from crossframe.recording.known_settings import LOSSES, MEAN
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
 from crossframe.verdict.measure.values import Side, assemble
 
@@ -28,8 +28,8 @@ class Disagreement:
         ranks: the ranks that differ from the majority; without a majority, all ranks that share the value.
         name: name of the value.
         difference: the difference of two ranks that disagree, relative to the larger value; inf if only one of them is finite.
-        rounding: whether rounding of one value can explain the difference (`crossframe.verdict.measure.bounds`). Ranks that
-            differ by rounding drift apart.
+        rounding: whether rounding of one value can explain the difference (`crossframe.verdict.measure.bounds_by_dtype`). Ranks
+            that differ by rounding drift apart.
         by_majority: whether a majority of the ranks agrees.
     """
 

@@ -19,7 +19,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD, PARAMETERS, UNSHARDED
 from crossframe.verdict import PairVerdict
 from crossframe.verdict.bits import program_difference
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.result import Judged
 
 JUMP = 256.0

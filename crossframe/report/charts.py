@@ -11,7 +11,7 @@ from crossframe.report.build import PairSeries
 from crossframe.report.difference_drawing import Place, place_of
 from crossframe.report.heat import common_beginning, heat_chart, heat_levels, row_names, step_names
 from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
-from crossframe.report.summaries import HeatMap, Worst, curves, heat_map, phases
+from crossframe.report.tables_and_curves import HeatMap, Worst, curves, heat_map, phases
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from crossframe.draw.amounts import count_ticks
 from crossframe.report import sentences
-from crossframe.report.summaries import HeatMap, Worst, level
+from crossframe.report.tables_and_curves import HeatMap, Worst, level
 
 ROW = 17
 """Height of a row in pixels, equal to that in the style sheet."""

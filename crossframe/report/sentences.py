@@ -10,7 +10,7 @@ from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
-from crossframe.report.summaries import Worst
+from crossframe.report.tables_and_curves import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES
 from crossframe.verdict.divergence_text import NOUNS

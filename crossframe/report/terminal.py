@@ -11,7 +11,7 @@ from rich.text import Text
 
 from crossframe.report import sentences
 from crossframe.report.build import PairSeries
-from crossframe.report.summaries import Worst
+from crossframe.report.tables_and_curves import Worst
 
 _STYLES = {
     "equal": "green",

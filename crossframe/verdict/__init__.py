@@ -6,7 +6,7 @@ and `diagnosis` names causes. `result` is the return type. This folder imports `
 """
 
 from crossframe.verdict.compare import compare
-from crossframe.verdict.measure.bounds import Bounds, bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.verdicts import Verdict, overall

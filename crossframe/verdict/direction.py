@@ -32,10 +32,10 @@ gains the mean square is taken over all perturbed runs and n steps, divided by t
 degrees of freedom. Steps count only as far as their statistics differ in low precision, since equal ones round alike. Other
 directions carry a step's differences on to later steps, or their inputs repeat, such as embeddings.
 
-If the runs differ in precision (`crossframe.verdict.precision`), x also has a part from casts of parameters, which the perturbed
-runs of the coarser run do not show. Those of the finer run do: each moves every parameter by one of its units. To first order, a
-direction's effect is linear in these moves, so with c the standard deviation of a cast in units of the finer run and y_1 ... y_k
-its perturbed runs,
+If the runs differ in precision (`crossframe.verdict.unequal_dtypes`), x also has a part from casts of parameters, which the
+perturbed runs of the coarser run do not show. Those of the finer run do: each moves every parameter by one of its units. To first
+order, a direction's effect is linear in these moves, so with c the standard deviation of a cast in units of the finer run and y_1
+... y_k its perturbed runs,
 
     t = x / sqrt(mean(x_i^2) + c^2 mean(y_i^2))
 

@@ -22,10 +22,10 @@ from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import ratio
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.precision import Implied
 from crossframe.verdict.spread import SHARE, Spread, distance_of, key_of, known_spread, share_of_zeros
 from crossframe.verdict.steady import Steady
 from crossframe.verdict.student import student_limit
+from crossframe.verdict.unequal_dtypes import Implied
 
 SUFFICIENT_RUNS = 8
 """The number of perturbed runs from which on any quantity beyond its limit is a bug."""

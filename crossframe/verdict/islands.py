@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
-from crossframe.verdict.measure.bounds import Bounds, bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 _NARROW = "float32"

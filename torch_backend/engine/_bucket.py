@@ -18,7 +18,7 @@ from crossframe.writeback import check_full
 from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
 from torch_backend.memory._gather import GatherBuffer, views_of
-from torch_backend.memory._grads import GradStore, ReductionChoices
+from torch_backend.memory._grad_reduction import GradStore, ReductionChoices
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.memory._streams import streams_of

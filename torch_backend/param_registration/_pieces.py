@@ -35,7 +35,7 @@ class PieceRegistrar(ShardedParams):
     the buffer, so it is freed with them.
 
     Attributes:
-        places: the place of each parameter, in the layout's order.
+        locations: the location of each parameter, in the layout's order.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class PieceRegistrar(ShardedParams):
         """
         assert rank == store.rank
         shards = Communicator(mesh.get_group(mesh.ndim - 1))
-        self.places = [PieceLocation(store, i, mesh, shards) for i in range(len(owned))]
+        self.locations = [PieceLocation(store, i, mesh, shards) for i in range(len(owned))]
         params = [
-            piece_param(piece, place, requires_grad=entry.spec.requires_grad)
-            for piece, place, entry in zip(store.pieces, self.places, owned, strict=True)
+            piece_param(piece, location, requires_grad=entry.spec.requires_grad)
+            for piece, location, entry in zip(store.pieces, self.locations, owned, strict=True)
         ]
         super().__init__(owned, store, leaves, params)
         self.show_sharded()
@@ -64,7 +64,7 @@ class PieceRegistrar(ShardedParams):
             if local is not piece and (local.data_ptr() != piece.data_ptr() or local.dtype != piece.dtype):
                 name = self._store.layout.params[i].name
                 copy_into(piece, local, name, self._store.rank, tuple(piece.shape))
-                param.data = piece_tensor(piece, self.places[i])
+                param.data = piece_tensor(piece, self.locations[i])
 
     def adopt_loaded(self) -> None:
         """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
@@ -85,7 +85,7 @@ class PieceRegistrar(ShardedParams):
             made, parts = _Sum(shard, {}), self._store.split(shard)
             for i in trained:
                 if params[i].grad is None:
-                    grad = params[i].grad = piece_tensor(parts[i], self.places[i])
+                    grad = params[i].grad = piece_tensor(parts[i], self.locations[i])
                     grad.in_sum = made  # type: ignore[attr-defined]
                     made.views[i] = parts[i]
                 else:
@@ -116,9 +116,9 @@ class PieceRegistrar(ShardedParams):
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Set each parameter to its piece of the new buffer."""
         self.take_leaves(leaves)
-        for i, (param, piece, place) in enumerate(zip(self.params, self._store.pieces, self.places, strict=True)):
+        for i, (param, piece, location) in enumerate(zip(self.params, self._store.pieces, self.locations, strict=True)):
             if param.is_meta != piece.is_meta:  # one object cannot change between meta and real
-                self.params[i] = piece_param(piece, place, requires_grad=param.requires_grad)
+                self.params[i] = piece_param(piece, location, requires_grad=param.requires_grad)
             else:
-                point_at(param, piece_tensor(piece, place), fn)
+                point_at(param, piece_tensor(piece, location), fn)
         register(self._places, self.params)

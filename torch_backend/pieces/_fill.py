@@ -11,7 +11,7 @@ from crossframe.errors import StateDictError
 from torch_backend.memory._store import ShardStore
 from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_moves import from_rows, is_over, part_of_dtensor
-from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_place
+from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor, same_location
 from torch_backend.pieces._sharded_tensors import rows_of_sharded_tensor
 
 
@@ -27,8 +27,8 @@ def fill(
     Args:
         line: shape (padded_shard_numel,). The elements of other parameters, and padding, keep their values.
         store: the store of the bucket, with the layout of the buffer.
-        given: names for messages, places in the bucket, and tensors with their shapes. An iterator may create them one at a time.
-        unit: for messages and the trace.
+        given: names for messages, locations in the bucket, and tensors with their shapes. An iterator may create them one at a
+        time. unit: for messages and the trace.
 
     Raises:
         StateDictError: a tensor on another mesh or with another layout; the message names all of them. No rows have been
@@ -36,40 +36,40 @@ def fill(
     """
     parts = store.split(line)
     rows: dict[int, Tensor] = {}
-    wrong, place = [], None
-    for name, place, value in given:
-        part, full = parts[place.index], value
+    wrong, location = [], None
+    for name, location, value in given:
+        part, full = parts[location.index], value
         if isinstance(value, PieceTensor):
-            if same_place(value.place, place):
+            if same_location(value.location, location):
                 part.copy_(value.local)
             else:
                 wrong.append(f"{name!r} is {value!r}, with another layout")
             continue
         if isinstance(value, ShardedTensor):
-            local = rows_of_sharded_tensor(value, store.layout, place.index, store.rank)
+            local = rows_of_sharded_tensor(value, store.layout, location.index, store.rank)
             if local is None:
                 chunks = f"{store.layout.world_size} chunks of rows"
                 wrong.append(f"{name!r} is a ShardedTensor of other shards than {chunks}")
             else:
-                rows[place.index] = local
+                rows[location.index] = local
             continue
         if isinstance(value, DTensor):
-            if not is_over(value.device_mesh, place):
+            if not is_over(value.device_mesh, location):
                 wrong.append(f"{name!r} is on {value.device_mesh}")
                 continue
-            full, is_rows = part_of_dtensor(value, place)
+            full, is_rows = part_of_dtensor(value, location)
             if is_rows:
-                rows[place.index] = full
+                rows[location.index] = full
                 continue
-        elif place.tp_param is not None:
+        elif location.tp_param is not None:
             wrong.append(f"{name!r} is a plain tensor")
             continue
-        piece_tensor(part, place).copy_(full)
+        piece_tensor(part, location).copy_(full)
     if wrong:
-        mesh = place.mesh if place is not None else None
+        mesh = location.mesh if location is not None else None
         raise StateDictError(
             f"unit {unit!r}, rank {store.rank}: expected DTensors on {mesh}, or full tensors, but {'; '.join(wrong)}; "
             "use to_dtensor() or full_tensor() of the model that they come from"
         )
-    if rows and place is not None:
-        from_rows(rows, line, store.layout, place.shards, unit=unit)
+    if rows and location is not None:
+        from_rows(rows, line, store.layout, location.shards, unit=unit)

@@ -63,7 +63,7 @@ def _check_unmixed(optimizer: Optimizer, group: dict[str, Any], piece: PieceTens
     )
     if dtensor and together:
         raise UsageError(
-            f"{type(optimizer).__name__}: one parameter group holds {piece.place.name!r}, a PieceTensor, and DTensors, which "
+            f"{type(optimizer).__name__}: one parameter group holds {piece.location.name!r}, a PieceTensor, and DTensors, which "
             "torch cannot update in one list; give them groups of their own, or pass foreach=False"
         )
 
@@ -81,7 +81,7 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], pieces: Sequence[P
     )
     if known in _passed:
         return
-    name = like.place.name
+    name = like.location.name
     try:
         with torch.random.fork_rng(devices=[like.device] if like.device.type == "cuda" else []):
             plain = _stepped(cls, options, shapes, like)

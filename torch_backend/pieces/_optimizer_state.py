@@ -57,41 +57,45 @@ def as_pieces(state: State, params: Mapping[Any, Any]) -> dict[Any, dict[Hashabl
         AgreementError: ranks were given different entries. Both errors are raised on all ranks, and nothing has been converted.
     """
     result = {key: dict(values) for key, values in state.items()}
-    groups_of = {param.place.shards.ranks: param.place.shards.group for param in params.values() if _is_piece(param)}
+    groups_of = {
+        param.location.shards.ranks: param.location.shards.group for param in params.values() if _is_piece(param)
+    }
     shards = [groups_of[ranks] for ranks in sorted(groups_of)]
     found = list(_entries(result, params))
     try:
         for _, param, name, value in found:
             if isinstance(value, DTensor) and value.device_mesh != param.device_mesh:
                 raise StateDictError(
-                    f"parameter {param.place.name!r}: its state {name!r} is on {value.device_mesh}, expected "
+                    f"parameter {param.location.name!r}: its state {name!r} is on {value.device_mesh}, expected "
                     f"{param.device_mesh}, the mesh of its module, or a full tensor"
                 )
     except StateDictError as error:
         withdraw(shards, TITLE, error)
         raise
-    description = [(f"state {name!r} of {param.place.name!r}", _described(value)) for _, param, name, value in found]
+    description = [(f"state {name!r} of {param.location.name!r}", _described(value)) for _, param, name, value in found]
     for group in shards:
         agree([group], TITLE, description, advice="load the same state dict on every rank")
     groups: dict[_GroupKey, list[tuple[Any, PieceTensor, Hashable, Tensor]]] = {}
     for key, param, name, value in found:
         groups.setdefault(_group_key(param, name, value), []).append((key, param, name, value))
     for _, members in _in_one_order(groups):
-        store = members[0][1].place.store
+        store = members[0][1].location.store
         line = torch.zeros_like(store.buffer, dtype=members[0][3].dtype)
         fill(
-            line, store, ((f"state {name!r} of {param.place.name!r}", param.place, v) for _, param, name, v in members)
+            line,
+            store,
+            ((f"state {name!r} of {param.location.name!r}", param.location, v) for _, param, name, v in members),
         )
         parts = store.split(line)
         for key, param, name, _ in members:
-            result[key][name] = piece_tensor(parts[param.place.index], param.place)
+            result[key][name] = piece_tensor(parts[param.location.index], param.location)
     return result
 
 
 def _entries(state: State, params: Mapping[Any, Any]) -> Iterator[tuple[Any, PieceTensor, Hashable, Tensor]]:
     """The tensors that become PieceTensors, in the order of parameter names, which is the same on all ranks."""
     pieces = [(key, param) for key, param in params.items() if _is_piece(param)]
-    for key, param in sorted(pieces, key=lambda each: each[1].place.name):
+    for key, param in sorted(pieces, key=lambda each: each[1].location.name):
         for name, value in sorted(state.get(key, {}).items(), key=lambda item: str(item[0])):
             if isinstance(value, Tensor) and not isinstance(value, PieceTensor) and value.shape == param.shape:
                 yield key, param, name, value
@@ -102,7 +106,7 @@ def _is_piece(param: Any) -> bool:
 
 
 def _group_key(param: PieceTensor, name: Hashable, value: Tensor) -> _GroupKey:
-    store = param.place.store
+    store = param.location.store
     return store.layout.params[0].name, str(name), str(value.dtype), id(store)
 
 

@@ -17,7 +17,7 @@ from torch_backend.ranks._collectives import Communicator
 
 
 class PieceLocation:
-    """The place of a parameter in a bucket, shared by the parameter, its gradient and its optimizer state.
+    """The location of a parameter in a bucket, shared by the parameter, its gradient and its optimizer state.
 
     Attributes:
         store: the shard that contains it.
@@ -63,7 +63,7 @@ class PieceLocation:
 
     @cached_property
     def key(self) -> Hashable:
-        """A key that is equal for places with equal pieces and ranks."""
+        """A key that is equal for locations with equal pieces and ranks."""
         layout = self.layout
         return (layout.offsets[self.index], layout.padded_shard_numel, layout.world_size, self.shape, self.shards.ranks)
 

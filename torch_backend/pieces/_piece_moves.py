@@ -109,45 +109,47 @@ def from_rows(
     _move(_in_rows(rows), source, wanted, layout, shards, line, unit=unit)
 
 
-def as_sharded(places: Sequence[PieceLocation], line: Tensor, *, unit: str = "") -> list[DTensor | ShardedTensor]:
+def as_sharded(locations: Sequence[PieceLocation], line: Tensor, *, unit: str = "") -> list[DTensor | ShardedTensor]:
     """The tensors of a sharded state dict, for parameters of one bucket or tensors with the same layout (optimizer state).
 
     Args:
-        places: the places of the parameters.
+        locations: the locations of the parameters.
         line: shape (padded_shard_numel,): this rank's buffer under the bucket's layout, in any dtype.
         unit: for the trace.
 
     Returns:
-        A DTensor for each place, sharded on dim 0 over the shard group and replicated over the first axis of a hybrid mesh; a
+        A DTensor for each location, sharded on dim 0 over the shard group and replicated over the first axis of a hybrid mesh; a
         ShardedTensor without a mesh.
     """
-    rows = to_rows(line, places[0].layout, places[0].shards, [place.index for place in places], unit=unit)
-    return [_of_rows(row, place) for row, place in zip(rows, places, strict=True)]
+    rows = to_rows(
+        line, locations[0].layout, locations[0].shards, [location.index for location in locations], unit=unit
+    )
+    return [_of_rows(row, location) for row, location in zip(rows, locations, strict=True)]
 
 
-def _of_rows(rows: Tensor, place: PieceLocation) -> DTensor | ShardedTensor:
-    if place.tp_param is not None:
-        return place.tp_param.sharded.dtensor(rows)
-    if place.mesh is None:
-        return sharded_tensor(rows, place.shape, -(-place.shape[0] // place.shards.size), place.shards)
-    stride = torch.empty(place.shape, device="meta").stride()
-    spec = DTensorSpec(place.mesh, place.placements, TensorMeta(place.shape, stride, rows.dtype))
+def _of_rows(rows: Tensor, location: PieceLocation) -> DTensor | ShardedTensor:
+    if location.tp_param is not None:
+        return location.tp_param.sharded.dtensor(rows)
+    if location.mesh is None:
+        return sharded_tensor(rows, location.shape, -(-location.shape[0] // location.shards.size), location.shards)
+    stride = torch.empty(location.shape, device="meta").stride()
+    spec = DTensorSpec(location.mesh, location.placements, TensorMeta(location.shape, stride, rows.dtype))
     return DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
 
-def is_over(mesh: DeviceMesh, place: PieceLocation) -> bool:
-    """Whether a DTensor's mesh is that of a place, or only its shard axis."""
-    if place.tp_param is not None:
-        return place.tp_param.is_over(mesh)
-    return mesh == place.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == place.shards.ranks)
+def is_over(mesh: DeviceMesh, location: PieceLocation) -> bool:
+    """Whether a DTensor's mesh is that of a location, or only its shard axis."""
+    if location.tp_param is not None:
+        return location.tp_param.is_over(mesh)
+    return mesh == location.mesh or (mesh.ndim == 1 and tuple(mesh.mesh.tolist()) == location.shards.ranks)
 
 
 @torch.no_grad()
-def part_of_dtensor(dtensor: DTensor, place: PieceLocation) -> tuple[Tensor, bool]:
-    """(this rank's rows of a DTensor whose mesh `is_over` a place, True), or under tensor parallelism possibly (its whole local
-    tensor, False). All ranks of the mesh must call it."""
-    if place.tp_param is not None:
-        return place.tp_param.part(dtensor)
+def part_of_dtensor(dtensor: DTensor, location: PieceLocation) -> tuple[Tensor, bool]:
+    """(this rank's rows of a DTensor whose mesh `is_over` a location, True), or under tensor parallelism possibly (its whole
+    local tensor, False). All ranks of the mesh must call it."""
+    if location.tp_param is not None:
+        return location.tp_param.part(dtensor)
     wanted = (*[Replicate()] * (dtensor.device_mesh.ndim - 1), Shard(0))
     if dtensor.placements != wanted:
         dtensor = dtensor.redistribute(placements=wanted)

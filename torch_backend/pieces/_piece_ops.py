@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from crossframe.errors import UsageError
-from torch_backend.pieces._piece_tensor import Handler, PieceTensor, handlers, piece_tensor, refusal, same_place
+from torch_backend.pieces._piece_tensor import Handler, PieceTensor, handlers, piece_tensor, refusal, same_location
 
 # Pointwise too, though torch does not tag them so; with a trailing "_" or without. What draws random numbers is not among them:
 # two ranks would draw the same ones for different elements.
@@ -90,7 +90,7 @@ def _local(func: Any, like: PieceTensor, value: Any) -> Any:
         UsageError: a tensor with neither the pieces of `like` nor a single element.
     """
     if isinstance(value, PieceTensor):
-        if same_place(like.place, value.place):
+        if same_location(like.location, value.location):
             return value.local
         raise UsageError(refusal(like, _name(func), why=f"is cut otherwise than {value!r}"))
     if isinstance(value, DTensor) and value.numel() == 1:
@@ -104,7 +104,7 @@ def _local(func: Any, like: PieceTensor, value: Any) -> Any:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply the operation to this rank's elements. Returns the written argument of an in-place operation, as torch does."""
+    """Apply the operation to this rank's elements. Returns the written argument of an in-location operation, as torch does."""
     like = _first((*args, *kwargs.values()))
     if kwargs.get("memory_format") not in _FORMATS:
         _refuse(func, args, kwargs, why="has its elements in one row-major line")
@@ -120,12 +120,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if written is not None:
         return written
     if isinstance(result, tuple | list):
-        return type(result)(piece_tensor(one, like.place) for one in result)
-    return piece_tensor(result, like.place)
+        return type(result)(piece_tensor(one, like.location) for one in result)
+    return piece_tensor(result, like.location)
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return piece_tensor(func(args[0].local), args[0].place)
+    return piece_tensor(func(args[0].local), args[0].location)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, shape, *rest = args
     if torch.Size(shape) != like.shape:
         return func(like.local, shape, *rest, **kwargs)
-    return piece_tensor(func(like.local, (like.place.numel,), *rest, **kwargs), like.place)
+    return piece_tensor(func(like.local, (like.location.numel,), *rest, **kwargs), like.location)
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if keeps or (dims and len(dims) != tensor.dim()):
         _refuse(func, args, kwargs)
     _check_order(func, args, kwargs, order)
-    return torch.linalg.vector_norm(tensor.place.line(tensor.local), order, **kwargs)
+    return torch.linalg.vector_norm(tensor.location.line(tensor.local), order, **kwargs)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +174,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     _check_order(func, args, kwargs, order)
     if not all(isinstance(tensor, PieceTensor) for tensor in tensors):
         _refuse(func, args, kwargs, why="stands in one list with other tensors")
-    return func([tensor.place.line(tensor.local) for tensor in tensors], order, *args[2:], **kwargs)
+    return func([tensor.location.line(tensor.local) for tensor in tensors], order, *args[2:], **kwargs)
 
 
 def _check_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: float) -> None:
@@ -198,7 +198,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*[local(value) for value in args], **{key: local(value) for key, value in kwargs.items()})
     if result is None:
         return None
-    return [piece_tensor(one, like.place) for one, like in zip(result, likes, strict=True)]
+    return [piece_tensor(one, like.location) for one, like in zip(result, likes, strict=True)]
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads: Sequence[PieceTensor] = args[0]
     found_inf = args[1]
     _foreach(func, args, kwargs)
-    groups = {grad.place.shards.ranks: grad.place.shards for grad in grads}
+    groups = {grad.location.shards.ranks: grad.location.shards for grad in grads}
     for ranks in sorted(groups):  # ranks may hold gradients in different orders
         groups[ranks].sum_all(found_inf)
     found_inf.clamp_(max=1)

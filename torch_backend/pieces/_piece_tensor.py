@@ -35,25 +35,25 @@ class PieceTensor(Tensor):
 
     Attributes:
         local: shape (numel of the piece,); the elements here, an alias of the unit's shard. It may be empty.
-        place: where they lie.
+        location: where they lie.
     """
 
     local: Tensor
-    place: PieceLocation
+    location: PieceLocation
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: PieceLocation) -> "PieceTensor":
+    def __new__(cls, local: Tensor, location: PieceLocation) -> "PieceTensor":
         """
         Raises:
             ParamError: no 1-D tensor of the piece's number of elements.
         """
-        if not isinstance(local, Tensor) or local.shape != (place.numel,):
+        if not isinstance(local, Tensor) or local.shape != (location.numel,):
             came = tuple(local.shape) if isinstance(local, Tensor) else type(local).__name__
             raise ParamError(
-                f"parameter {place.name!r}, rank {place.store.rank}: expected the {place.numel} elements that lie here as a "
-                f"tensor of shape ({place.numel},), got {came}"
+                f"parameter {location.name!r}, rank {location.store.rank}: expected the {location.numel} elements that lie here "
+                f"as a tensor of shape ({location.numel},), got {came}"
             )
-        return piece_tensor(local, place)
+        return piece_tensor(local, location)
 
     def data_ptr(self) -> int:
         """Refused: all would answer 0, and accelerate would take them for one parameter.
@@ -62,28 +62,28 @@ class PieceTensor(Tensor):
             UsageError: always.
         """
         raise UsageError(
-            f"parameter {self.place.name!r}: a PieceTensor has no memory of its own; that of its elements here is "
+            f"parameter {self.location.name!r}: a PieceTensor has no memory of its own; that of its elements here is "
             '.local.data_ptr(). accelerate identifies parameters by their memory: shard with layout="per_param" for it'
         )
 
     @property
     def layout(self) -> Layout:
         """The layout that it is part of."""
-        return self.place.layout
+        return self.location.layout
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds of the parameter: one piece, or none."""
-        return tuple(piece for piece in self.place.pieces if piece.rank == self.place.store.rank)
+        return tuple(piece for piece in self.location.pieces if piece.rank == self.location.store.rank)
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The ranks."""
-        return self.place.mesh
+        return self.location.mesh
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks of the shard group must call it. An all-gather of this tensor."""
-        return self.place.gather(self.local.detach())
+        return self.location.gather(self.local.detach())
 
     def to_dtensor(self) -> DTensor:
         """The same values as a DTensor sharded on dim 0, of the same mesh; all ranks of the shard group must call it. Each
@@ -93,8 +93,8 @@ class PieceTensor(Tensor):
 
     @property
     def data(self) -> "PieceTensor":  # type: ignore[override]
-        """The tensor without its history. Assigned to: of the same place, in any dtype, on any device."""
-        return piece_tensor(self.local.detach(), self.place)
+        """The tensor without its history. Assigned to: of the same location, in any dtype, on any device."""
+        return piece_tensor(self.local.detach(), self.location)
 
     @data.setter
     def data(self, other: Tensor) -> None:
@@ -109,20 +109,20 @@ class PieceTensor(Tensor):
         return handlers[func](func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:
-        place, dtype = self.place, dtype_name(self.dtype)
+        location, dtype = self.location, dtype_name(self.dtype)
         here = ", ".join(f"{piece.param_start}:{piece.param_stop}" for piece in self.pieces) or "none"
         kind = "Parameter of PieceTensor" if isinstance(self, nn.Parameter) else "PieceTensor"
         return (
-            f"{kind}({place.name!r}, shape={tuple(self.shape)}, dtype={dtype}, {place.layout.kind} layout, elements {here} on "
-            f"rank {place.store.rank} of {place.layout.world_size})"
+            f"{kind}({location.name!r}, shape={tuple(self.shape)}, dtype={dtype}, {location.layout.kind} layout, elements {here} "
+            f"on rank {location.store.rank} of {location.layout.world_size})"
         )
 
     def __deepcopy__(self, memo: dict) -> "PieceTensor":
         local = self.local.detach().clone()
         if isinstance(self, nn.Parameter):
-            copied: Any = piece_param(local, self.place, requires_grad=self.requires_grad)
+            copied: Any = piece_param(local, self.location, requires_grad=self.requires_grad)
         else:
-            copied = piece_tensor(local, self.place).requires_grad_(self.requires_grad)
+            copied = piece_tensor(local, self.location).requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
@@ -130,7 +130,7 @@ class PieceTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            f"parameter {self.place.name!r}: a PieceTensor cannot be pickled, since it is one rank's part of a layout "
+            f"parameter {self.location.name!r}: a PieceTensor cannot be pickled, since it is one rank's part of a layout "
             "that the file would not describe. Save model.state_dict(), which holds DTensors, with "
             "torch.distributed.checkpoint; for other tensors, such as optimizer state, save to_dtensor() or "
             "full_tensor()"
@@ -162,22 +162,22 @@ class PieceTensor(Tensor):
         self._refuse("share_memory_")
 
 
-def same_place(a: PieceLocation, b: PieceLocation) -> bool:
-    """Whether tensors at both places are cut alike, so that element by element they are on the same ranks."""
+def same_location(a: PieceLocation, b: PieceLocation) -> bool:
+    """Whether tensors at both locations are cut alike, so that element by element they are on the same ranks."""
     return a is b or a.key == b.key
 
 
 def check_like(param: PieceTensor, other: Any, what: str) -> None:
     """Raise ParamError unless `other` is a PieceTensor that is cut as `param` is."""
     if isinstance(other, PieceTensor):
-        if same_place(param.place, other.place):
+        if same_location(param.location, other.location):
             return
         came = f"{other!r}, which is cut otherwise"
     else:
         came = f"{type(other).__name__} of shape {tuple(other.shape)}" if isinstance(other, Tensor) else repr(other)
     raise ParamError(
-        f"parameter {param.place.name!r}, rank {param.place.store.rank}: {what}: expected a PieceTensor of the same layout, got "
-        f"{came}; copy_ takes a full tensor of shape {tuple(param.shape)} too"
+        f"parameter {param.location.name!r}, rank {param.location.store.rank}: {what}: expected a PieceTensor of the same "
+        f"layout, got {came}; copy_ takes a full tensor of shape {tuple(param.shape)} too"
     )
 
 
@@ -191,27 +191,27 @@ def refusal(
     )
 
 
-def piece_tensor(local: Tensor, place: PieceLocation) -> PieceTensor:
-    """A PieceTensor of elements that are known to fit their place. It aliases them."""
-    made = Tensor._make_wrapper_subclass(PieceTensor, place.shape, dtype=local.dtype, device=local.device)
-    made.local, made.place = local, place  # type: ignore[attr-defined]
+def piece_tensor(local: Tensor, location: PieceLocation) -> PieceTensor:
+    """A PieceTensor of elements that are known to fit their location. It aliases them."""
+    made = Tensor._make_wrapper_subclass(PieceTensor, location.shape, dtype=local.dtype, device=local.device)
+    made.local, made.location = local, location  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
 
 
-def piece_param(local: Tensor, place: PieceLocation, *, requires_grad: bool) -> nn.Parameter:
+def piece_param(local: Tensor, location: PieceLocation, *, requires_grad: bool) -> nn.Parameter:
     """The same as a parameter: what nn.Parameter makes of a tensor of a class of its own is that tensor, marked."""
-    made: Any = piece_tensor(local, place).requires_grad_(requires_grad)
+    made: Any = piece_tensor(local, location).requires_grad_(requires_grad)
     made._is_param = True
     return made
 
 
 def dtensors_of(tensors: Sequence[PieceTensor]) -> list[DTensor]:
-    """PieceTensors at different places of one bucket, of one dtype, as DTensors, by one all-to-all."""
-    store, dtype = tensors[0].place.store, tensors[0].local.dtype
+    """PieceTensors at different locations of one bucket, of one dtype, as DTensors, by one all-to-all."""
+    store, dtype = tensors[0].location.store, tensors[0].local.dtype
     with torch.no_grad():
         line = torch.empty_like(store.buffer, dtype=dtype)
-        store.join({tensor.place.index: tensor.local for tensor in tensors}, line)
-    return as_sharded([tensor.place for tensor in tensors], line)  # type: ignore[return-value]
+        store.join({tensor.location.index: tensor.local for tensor in tensors}, line)
+    return as_sharded([tensor.location for tensor in tensors], line)  # type: ignore[return-value]
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -39,7 +39,7 @@ def sharded_tensor(
 
 
 def _place(group: dist.ProcessGroup, k: int) -> str:
-    """The place of rank k's shard as torch writes it: on the device of the group's collectives."""
+    """The location of rank k's shard as torch writes it: on the device of the group's collectives."""
     kinds = [kind.type for kind in group._device_types]
     device = "cpu" if "cpu" in kinds else kinds[0]
     rank = dist.get_global_rank(group, k)

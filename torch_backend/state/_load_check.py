@@ -187,7 +187,7 @@ def _of_another_mesh(key: str, value: Any, like: Any) -> Iterator[str]:
 
 
 def _is_over(mesh: DeviceMesh, like: DTensor | PieceTensor) -> bool:
-    return mesh == like.device_mesh if isinstance(like, DTensor) else is_over(mesh, like.place)
+    return mesh == like.device_mesh if isinstance(like, DTensor) else is_over(mesh, like.location)
 
 
 class _Expected:

@@ -33,7 +33,7 @@ from torch_backend.state._state_dict import (
     full_values,
     gathered_memory,
     kind_of,
-    places_of,
+    locations_of,
 )
 
 State = dict[str, dict[str, Any]]
@@ -139,7 +139,7 @@ class Names:
         return [self.unmanaged[id(param)]]
 
     def by_key(self, keys: Iterable[Any]) -> dict[Any, nn.Parameter]:
-        """The parameters of an optimizer's keys: their places in it, or their names, as registered or without wrappers."""
+        """The parameters of an optimizer's keys: their locations in it, or their names, as registered or without wrappers."""
         named = self._by_name | {
             each.specs[i].name: p for each in self.owned for at, p in enumerate(each.params) for i in each.members(at)
         }
@@ -158,7 +158,7 @@ class Names:
             named: an optimizer whose keys are names: those in its own state dict, or else the registered ones.
         """
         if named is None:
-            return {id(param): place for place, param in enumerate(self.params)}
+            return {id(param): location for location, param in enumerate(self.params)}
         own = (key for group in named.state_dict()["param_groups"] for key in group["params"] if isinstance(key, str))
         names = self._registered | {id(param): key for key, param in self.by_key(own).items()}
         return {id(param): names.get(id(param)) for param in self.params}
@@ -285,9 +285,9 @@ def _rows(each: Owned, own: Own, dtype: torch.dtype, indices: Sequence[int], *, 
     """A sharded state dict's tensors of elementwise state."""
     wrapper, bucket, unit = each.wrapper, each.bucket, unit_of(each.wrapper).name
     check_use_dtensor(wrapper, wrapper._state_dict_settings.optim_state_dict_config, unit)
-    places = places_of(bucket, wrapper._device_mesh)
+    locations = locations_of(bucket, wrapper._device_mesh)
     line = _line(each, own, torch.empty_like(bucket.store.buffer, dtype=dtype))
-    rows = as_sharded([places[i] for i in indices], line.to(bucket.device), unit=unit)
+    rows = as_sharded([locations[i] for i in indices], line.to(bucket.device), unit=unit)
     return [value.cpu() for value in rows] if offload else rows
 
 

@@ -28,7 +28,7 @@ from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.state._optim_state_dict import Names, Owned, refuse_rank0_only
 from torch_backend.state._optimized_bucket import describe
-from torch_backend.state._state_dict import places_of
+from torch_backend.state._state_dict import locations_of
 
 
 def to_load(
@@ -184,11 +184,11 @@ def _line_of(each: Owned, values: Mapping[int, Any], dtype: torch.dtype, source:
     Args:
         values: by index of the parameter.
     """
-    line, places = (
+    line, locations = (
         torch.zeros_like(each.bucket.store.buffer, dtype=dtype),
-        places_of(each.bucket, each.wrapper._device_mesh),
+        locations_of(each.bucket, each.wrapper._device_mesh),
     )
-    given = ((each.specs[i].name, places[i], _fetched(value, source)) for i, value in values.items())
+    given = ((each.specs[i].name, locations[i], _fetched(value, source)) for i, value in values.items())
     fill(line, each.bucket.store, given, unit=unit_of(each.wrapper).name)
     return line
 

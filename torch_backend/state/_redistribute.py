@@ -33,29 +33,29 @@ def show_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, local_m
             keys = [key for key in piece_keys(bucket, state) if not isinstance(state[key], nn.Parameter)]
             if keys:
                 registrar.adopt()
-                show_sharded(bucket, registrar.places, state, keys, unit=unit.name)
+                show_sharded(bucket, registrar.locations, state, keys, unit=unit.name)
 
 
 def piece_keys(bucket: Bucket, state: dict[str, Any]) -> list[str]:
     """The keys of a state dict under which there are pieces of a bucket's parameters."""
     store = bucket.store
-    return [key for key, value in state.items() if isinstance(value, PieceTensor) and value.place.store is store]
+    return [key for key, value in state.items() if isinstance(value, PieceTensor) and value.location.store is store]
 
 
 def show_sharded(
-    bucket: Bucket, places: Sequence[PieceLocation], state: dict[str, Any], keys: Sequence[str], *, unit: str
+    bucket: Bucket, locations: Sequence[PieceLocation], state: dict[str, Any], keys: Sequence[str], *, unit: str
 ) -> None:
     """In a state dict, replace PieceTensors by the tensors of a sharded state dict.
 
     Args:
-        places: of all parameters of the bucket.
+        locations: of all parameters of the bucket.
         keys: of the PieceTensors.
     """
-    indices = sorted({state[key].place.index for key in keys})
+    indices = sorted({state[key].location.index for key in keys})
     if indices:
-        made = as_sharded([places[i] for i in indices], bucket.store.buffer.to(bucket.device), unit=unit)
+        made = as_sharded([locations[i] for i in indices], bucket.store.buffer.to(bucket.device), unit=unit)
         shown = dict(zip(indices, made, strict=True))
-        state.update({key: shown[state[key].place.index] for key in keys})
+        state.update({key: shown[state[key].location.index] for key in keys})
 
 
 def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -64,7 +64,11 @@ def take_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     for bucket in unit.buckets:
         if isinstance(bucket.registrar, PieceRegistrar):
             take(
-                bucket, bucket.registrar.places, state, paths_of(module, bucket.registrar.registered, prefix), unit.name
+                bucket,
+                bucket.registrar.locations,
+                state,
+                paths_of(module, bucket.registrar.registered, prefix),
+                unit.name,
             )
 
 
@@ -88,7 +92,7 @@ def paths_of(module: nn.Module, registered: Iterable[Registration], prefix: str)
 
 
 def take(
-    bucket: Bucket, places: Sequence[PieceLocation], state: dict[str, Any], paths: dict[int, list[str]], unit: str
+    bucket: Bucket, locations: Sequence[PieceLocation], state: dict[str, Any], paths: dict[int, list[str]], unit: str
 ) -> None:
     """In a state dict, replace the tensors for a bucket's parameters by PieceTensors. All ranks load the same names; see `fill`.
     A tensor of another shape stays, and torch reports it.
@@ -103,14 +107,14 @@ def take(
     keys: dict[int, list[str]] = {}
     for i, names in paths.items():
         for key in names:
-            if isinstance(state.get(key), Tensor) and shape_and_dtype(state[key])[0] == places[i].full_shape:
+            if isinstance(state.get(key), Tensor) and shape_and_dtype(state[key])[0] == locations[i].full_shape:
                 keys.setdefault(i, []).append(key)
     device = store.buffer.device
     if device.type == "meta" and keys:  # what is loaded may make the unit real
         device = state[next(iter(keys.values()))[-1]].device
     line = torch.empty_like(store.buffer, device=device)
     # Of the names of a shared parameter the last one counts.
-    fill(line, store, ((names[-1], places[i], state[names[-1]]) for i, names in keys.items()), unit=unit)
+    fill(line, store, ((names[-1], locations[i], state[names[-1]]) for i, names in keys.items()), unit=unit)
     for i, names in keys.items():
         for key in names:
-            state[key] = piece_tensor(store.split(line)[i], places[i])
+            state[key] = piece_tensor(store.split(line)[i], locations[i])

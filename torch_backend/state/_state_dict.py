@@ -233,8 +233,8 @@ def full_values(
     return [value if tp_param is None else tp_param.dtensor(value) for value, tp_param in values]
 
 
-def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[PieceLocation]:
-    """The places of a bucket's parameters."""
+def locations_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[PieceLocation]:
+    """The locations of a bucket's parameters."""
     ranks: Any = mesh
     tp_params = bucket.registrar.tp_params or [None] * len(bucket.layout.params)
     return [PieceLocation(bucket.store, i, ranks, bucket.mesh.shards, tp_param) for i, tp_param in enumerate(tp_params)]
@@ -243,8 +243,8 @@ def places_of(bucket: Bucket, mesh: DeviceMesh | None) -> list[PieceLocation]:
 def _piece_params(bucket: Bucket, mesh: DeviceMesh | None) -> list[nn.Parameter]:
     """This rank's piece of each parameter, as views of the shard."""
     return [
-        piece_param(piece, place, requires_grad=False)
-        for piece, place in zip(bucket.store.pieces, places_of(bucket, mesh), strict=True)
+        piece_param(piece, location, requires_grad=False)
+        for piece, location in zip(bucket.store.pieces, locations_of(bucket, mesh), strict=True)
     ]
 
 
@@ -305,7 +305,7 @@ def _replace_pieces(bucket: Bucket, state: dict[str, Any], wrapper: HasStateDict
     if not keys:
         return
     check_use_dtensor(wrapper, config, unit)
-    show_sharded(bucket, places_of(bucket, wrapper._device_mesh), state, keys, unit=unit)
+    show_sharded(bucket, locations_of(bucket, wrapper._device_mesh), state, keys, unit=unit)
     if config.offload_to_cpu:
         moved = {id(state[key]): state[key].cpu() for key in keys}  # one tensor under all names of a shared parameter
         state.update({key: moved[id(state[key])] for key in keys})
@@ -350,8 +350,8 @@ def _prepare_load(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
             if kind is StateKind.LOCAL:
                 _take_own_shard(bucket, state, local_key(prefix.removesuffix(".")), unit.name)
                 continue
-            places = places_of(bucket, wrapper._device_mesh)
-            take(bucket, places, state, paths_of(wrapper, bucket.registrar.registered, prefix), unit.name)
+            locations = locations_of(bucket, wrapper._device_mesh)
+            take(bucket, locations, state, paths_of(wrapper, bucket.registrar.registered, prefix), unit.name)
             bucket.registrar.show_state(_piece_params(bucket, wrapper._device_mesh))
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{FSDP_WRAPPED}.{key.removeprefix(prefix)}"] = state.pop(key)

@@ -19,7 +19,7 @@ from crossframe.verdict.diagnosis import (
 from crossframe.verdict.diagnosis.batches import Other, batch_difference, fed_to
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.locate import Divergence

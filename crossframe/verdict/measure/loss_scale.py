@@ -25,7 +25,7 @@ import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import BACKWARD, REDUCE
-from crossframe.verdict.measure.bounds import reduces_in
+from crossframe.verdict.measure.bounds_by_dtype import reduces_in
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.metrics import norm, weighted_median
 from crossframe.verdict.measure.pair import Pair

@@ -71,7 +71,7 @@ def parameter_scale(size: float, numel: int, total_update_norm: float, learning_
 
 def gradient_scale(size: float, noise_scale: float) -> float:
     """The scale of a gradient's difference: its norm, but at least the noise scale
-    (`crossframe.verdict.measure.bounds.Bounds.noise_scale`)."""
+    (`crossframe.verdict.measure.bounds_by_dtype.Bounds.noise_scale`)."""
     return max(size, noise_scale)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, PARAMETERS, UPDATE
-from crossframe.verdict.measure.bounds import Bounds, bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
 from crossframe.verdict.measure.values import Sides, assemble, match_values, rank_values
@@ -29,7 +29,7 @@ class Pair:
         whole_until: the first step that is not in `steps`.
         dtype: the compute dtype; the coarser one if the runs differ.
         coarser: the side with the coarser compute or parameter dtype, 0 for a and 1 for b; None if the dtypes are equal
-            (`crossframe.verdict.precision`).
+            (`crossframe.verdict.unequal_dtypes`).
         noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.

@@ -130,7 +130,7 @@ def reduced_in_bfloat16() -> Iterator[None]:
     **HYBRID,
 )
 def replicas_never_meet() -> Iterator[None]:
-    from torch_backend.memory import _grads as grads
+    from torch_backend.memory import _grad_reduction as grads
 
     right = grads.reduction_steps
 

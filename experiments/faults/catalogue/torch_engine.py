@@ -125,7 +125,7 @@ def rounded_before_sum() -> Iterator[None]:
 
 def after_reduction(change: Any) -> Iterator[None]:
     """`change(rank, unit, shard)` is done to the reduced gradient of a rank."""
-    from torch_backend.memory._grads import GradStore
+    from torch_backend.memory._grad_reduction import GradStore
 
     right_start, right_take, unit_of = GradStore.start, GradStore.take, {}
 
@@ -202,7 +202,7 @@ def slice_not_waited_for() -> Iterator[None]:
     source="pytorch/pytorch#174862",
 )
 def gradients_mixed() -> Iterator[None]:
-    from torch_backend.memory._grads import GradStore
+    from torch_backend.memory._grad_reduction import GradStore
 
     right = GradStore._collect
 

@@ -28,7 +28,7 @@ from crossframe.report import sentences
 from crossframe.report.build import PairSeries, report_of
 from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
 from crossframe.report.page import page, write_report
-from crossframe.report.summaries import Worst, curves, heat_map, level, phases
+from crossframe.report.tables_and_curves import Worst, curves, heat_map, level, phases
 from crossframe.report.terminal import print_report
 from crossframe.report.traces import plans
 from crossframe.strategy import Sync

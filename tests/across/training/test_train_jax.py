@@ -24,7 +24,7 @@ from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from experiments import train_jax
 from experiments.data import text_batch
 from experiments.models.load_flax import nnx_params

@@ -17,7 +17,7 @@ from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
 from crossframe.recording.event_format import FORWARD, UPDATE
 from crossframe.verdict import compare
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.result import Judged as Compared
 from tests.core.helpers.synthetic import record
 

@@ -7,7 +7,7 @@ import pytest
 
 import jax_backend
 from crossframe.mesh import MeshSpec
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend.other_rounding import other_rounding
 from tests.on_jax.helpers.recorded_loops import mesh_of

@@ -16,7 +16,7 @@ from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.dims import Order
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from jax_backend import Recorder
 from jax_backend.recorder._arrays import state_by_path
 from jax_backend.recorder._modules import Dims, module_paths

@@ -13,7 +13,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell

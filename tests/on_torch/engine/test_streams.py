@@ -150,7 +150,7 @@ def _watch(device):
     from torch_backend.engine import _bucket as bucket
     from torch_backend.engine import _step_hooks as executor
     from torch_backend.memory._gather import GatherBuffer
-    from torch_backend.memory._grads import GradStore
+    from torch_backend.memory._grad_reduction import GradStore
     from torch_backend.memory._reshard_group import ReshardGroupShard
     from torch_backend.memory._streams import DeviceStreams
     from torch_backend.ranks._collectives import Communicator

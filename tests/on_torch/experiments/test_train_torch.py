@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from crossframe.checkpoint import CheckpointError, writing
 from crossframe.errors import AgreementError, CrossframeError, UsageError
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from experiments import train_torch
 from experiments.data import text_batch
 from experiments.models import model_named

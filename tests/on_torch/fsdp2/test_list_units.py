@@ -25,8 +25,8 @@ from crossframe.unshard import UnshardRequest
 from crossframe.verdict import Verdict, compare
 from tests.conftest import EXHAUSTIVE
 from torch_backend import initialise_sharded, load_checkpoint, replace_torch_fsdp, save_checkpoint
+from torch_backend.engine._summon import summon_units
 from torch_backend.engine._unit_tree import named_units
-from torch_backend.engine._unshard import summon_units
 from torch_backend.recorder import Recorder
 from torch_backend.shards import local_pieces
 

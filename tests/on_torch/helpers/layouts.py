@@ -33,7 +33,7 @@ def shard(model: nn.Module, layout: str, mesh: DeviceMesh | None = None) -> nn.M
     return model
 
 
-def places_of(kind: str, specs: Any, full: list[Tensor], mesh: DeviceMesh) -> tuple[ShardStore, list[PieceLocation]]:
+def locations_of(kind: str, specs: Any, full: list[Tensor], mesh: DeviceMesh) -> tuple[ShardStore, list[PieceLocation]]:
     """A shard of these parameters by itself, without a module, flat or ragged."""
     shards = Communicator(mesh.get_group(mesh.ndim - 1))
     specs = tuple(specs)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crossframe.params import ParamSpec
-from tests.on_torch.helpers.layouts import mesh_of, places_of
+from tests.on_torch.helpers.layouts import locations_of, mesh_of
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.pieces._piece_tensor import PieceTensor
 
@@ -24,8 +24,8 @@ def pieces_of(kind: str, full: list[Tensor], mesh: Any = None) -> list[PieceTens
     """These tensors under a layout by itself."""
     mesh = mesh_of(torch.distributed.get_world_size()) if mesh is None else mesh
     specs = [ParamSpec(f"p{i}", tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(full)]
-    store, places = places_of(kind, specs, full, mesh)
-    return [PieceTensor(piece, place) for piece, place in zip(store.pieces, places, strict=True)]
+    store, locations = locations_of(kind, specs, full, mesh)
+    return [PieceTensor(piece, location) for piece, location in zip(store.pieces, locations, strict=True)]
 
 
 def like(pieces: list[PieceTensor], full: list[Tensor]) -> list[Tensor]:

@@ -392,7 +392,7 @@ def _refuses(rank: int, world_size: int) -> None:
             save()
     for local in (torch.zeros(1), torch.zeros(15, 1), 3):
         with pytest.raises(ParamError, match="'p0', rank "):
-            PieceTensor(local, x.place)
+            PieceTensor(local, x.location)
     for other in (torch.zeros(5, 3), y, None):
         with pytest.raises(ParamError, match=r"'p0', rank .*assigned to .data"):
             x.data = other
@@ -544,7 +544,7 @@ def _accumulates(rank: int, world_size: int) -> None:
     weight.requires_grad_(False)
     reduced()
     assert weight.grad is None and bias.grad is not None
-    assert piece_tensor(store.pieces[0], registrar.places[0]).place is weight.place
+    assert piece_tensor(store.pieces[0], registrar.locations[0]).location is weight.location
 
 
 def test_R29_gradients_accumulate_whatever_was_done_to_them(ranks):

@@ -38,7 +38,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from crossframe.checkpoint import read
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from experiments.train.settings import TrainSettings
 from experiments.train_torch import run
 from tests.ranks import start_process
@@ -323,8 +323,8 @@ def differences(expected: Path, got: Path, *, exact: bool) -> list[str]:
 def _allowed(name: str, value: Tensor, largest: float) -> float:
     """How far rounding of float64 may take an entry, in norm, where gradients have at most the norm `largest`.
 
-    `crossframe.verdict.measure.bounds` has the bound of parameters and of gradients, relative to what they are made of: the
-    first moment is an average of gradients, the second of their squares. Where the gradient is zero in exact arithmetic, as a
+    `crossframe.verdict.measure.bounds_by_dtype` has the bound of parameters and of gradients, relative to what they are made of:
+    the first moment is an average of gradients, the second of their squares. Where the gradient is zero in exact arithmetic, as a
     key's bias has it, AdamW divides what rounding makes of it by epsilon: with an error of a gradient of at most
     `bounds.loss * largest`, each step may differ by twice the learning rate times that over epsilon.
     """

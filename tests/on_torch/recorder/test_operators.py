@@ -11,7 +11,7 @@ from crossframe.operators import TRACE, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
 from crossframe.recording.event_format import BACKWARD, FORWARD, UPDATE
 from crossframe.recording.known_settings import COMMAND
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from torch_backend.recorder import script
 from torch_backend.recorder._operator_trace import OperatorTrace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
 from torch_backend.other_rounding import OtherRounding
 

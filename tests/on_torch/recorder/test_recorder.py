@@ -19,7 +19,7 @@ from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.diagnosis.reduction_fits import sum_error
 from crossframe.verdict.diagnosis.stated_optimizer import stated_rule
-from crossframe.verdict.measure.bounds import bounds_for
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.recorded_loops import (

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from crossframe.errors import UsageError
 from crossframe.state import FSDP_WRAPPED, without_parts
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest
+from torch_backend.engine._summon import summon_on_first, summon_units
 from torch_backend.engine._unit import unit_of
-from torch_backend.engine._unshard import summon_on_first, summon_units
 
 
 class Summonable(nn.Module):

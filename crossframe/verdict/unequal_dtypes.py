@@ -28,7 +28,7 @@ import math
 
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording.event_format import BACKWARD, NORM, REDUCE, STATE, UPDATE
-from crossframe.verdict.measure.bounds import reduces_in
+from crossframe.verdict.measure.bounds_by_dtype import reduces_in
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 

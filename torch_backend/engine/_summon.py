@@ -1,4 +1,4 @@
-"""Unsharded parameters for the user, for both APIs: enter, write back and leave (R18-R24)."""
+"""`summon_full_params` for both APIs: unsharded parameters for the user: enter, write back and leave (R18-R24)."""
 
 import warnings
 from collections.abc import Iterator, Sequence
