@@ -53,34 +53,35 @@ from crossframe.verdict.verdicts import Verdict
 def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:
     """Decide whether two recordings agree, and if not, where they first differ.
 
-        `crossframe.verdict.measure.bounds_by_dtype` defines agreement. In float64, a difference beyond its bound is a bug. In other
-        dtypes it is a bug only before the first update, because an optimizer can amplify rounding. After the first update, in dtypes
-        too coarse for a bound, and where a difference uses more than `NEAR` of a bound coarser than float64's, the verdict is
-        inconclusive. If a float64 run computes a part in float32, float32's bounds apply from there on
+    `crossframe.verdict.measure.bounds_by_dtype` defines agreement. In float64, a difference beyond its bound is a bug. In other
+    dtypes it is a bug only before the first update, because an optimizer can amplify rounding. After the first update, in
+    dtypes too coarse for a bound, and where a difference uses more than `NEAR` of a bound coarser than float64's, the verdict
+    is inconclusive. If a float64 run computes a part in float32, float32's bounds apply from there on
     (`crossframe.verdict.islands`).
-        Initial parameters must be bitwise equal; unrelated values mean another run (`crossframe.verdict.initial_values`). A gathered
-        parameter must equal its shards, unless both runs changed parameters between steps. NaN or infinity on one side only is a bug
-        in every dtype. Differing settings make two runs incomparable only if they can cause the first difference
-        (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive. Learning rates of steps are no numbers of a run:
-        if they differ, differences within bounds are not rounding.
 
-        If the runs compute or store parameters in different dtypes, the coarser dtype sets the bounds, and only perturbed runs of the
-        coarser run are used (`crossframe.verdict.unequal_dtypes`).
+    Initial parameters must be bitwise equal; unrelated values mean another run (`crossframe.verdict.initial_values`). A gathered
+    parameter must equal its shards, unless both runs changed parameters between steps. NaN or infinity on one side only is a bug
+    in every dtype. Differing settings make two runs incomparable only if they can cause the first difference
+    (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive. Learning rates of steps are no numbers of a run:
+    if they differ, differences within bounds are not rounding.
 
-        If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.envelope`).
+    If the runs compute or store parameters in different dtypes, the coarser dtype sets the bounds, and only perturbed runs of the
+    coarser run are used (`crossframe.verdict.unequal_dtypes`).
 
-        Activations outside their bounds are no bug if they differ only in rows from which nothing follows
-        (`crossframe.verdict.unused_values`).
+    If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.envelope`).
 
-        If both recordings are known to be of the same deterministic program, a difference within bounds is a different computation,
-        not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits.
+    Activations outside their bounds are no bug if they differ only in rows from which nothing follows
+    (`crossframe.verdict.unused_values`).
 
-        Args:
-            sketched: compare sketches of large tensors even if their elements were recorded.
-            repeats: further recordings of either run, made by the same command; they reveal nondeterminism.
+    If both recordings are known to be of the same deterministic program, a difference within bounds is a different computation,
+    not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits.
 
-        Raises:
-            RecordingError: damaged or missing tensors, or a repeat of another run.
+    Args:
+        sketched: compare sketches of large tensors even if their elements were recorded.
+        repeats: further recordings of either run, made by the same command; they reveal nondeterminism.
+
+    Raises:
+        RecordingError: damaged or missing tensors, or a repeat of another run.
     """
     a, b = in_one_order(a, b)
     worlds = (a.manifest.world_size, b.manifest.world_size)

@@ -28,7 +28,8 @@ def fill(
         line: shape (padded_shard_numel,). The elements of other parameters, and padding, keep their values.
         store: the store of the bucket, with the layout of the buffer.
         given: names for messages, locations in the bucket, and tensors with their shapes. An iterator may create them one at a
-        time. unit: for messages and the trace.
+            time.
+        unit: for messages and the trace.
 
     Raises:
         StateDictError: a tensor on another mesh or with another layout; the message names all of them. No rows have been

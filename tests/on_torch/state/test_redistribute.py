@@ -26,7 +26,7 @@ from crossframe.errors import AgreementError, StateDictError
 from crossframe.layout import Layout
 from crossframe.params import ParamSpec
 from crossframe.trace import ALL_TO_ALL, summary
-from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, places_of, shard
+from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, locations_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.observe import record_trace
@@ -77,7 +77,7 @@ def _there_and_back(rank: int, world_size: int, kind: str, sizes: tuple[int, ...
     for seed in seeds:
         full = _random_full(seed)
         specs = [ParamSpec(f"p{i}", tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(full)]
-        store, places = places_of(kind, specs, full, mesh)
+        store, places = locations_of(kind, specs, full, mesh)
         for run in store.layout.padding(rank % sizes[-1]):
             store.buffer[run.start : run.stop] = math.nan  # poison, which reaches nothing
         with CommDebugMode() as seen, record_trace() as events:
