@@ -26,7 +26,7 @@ from crossframe.errors import AgreementError, StateDictError
 from crossframe.layout import Layout
 from crossframe.params import ParamSpec
 from crossframe.trace import ALL_TO_ALL, summary
-from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, locations_of, shard
+from tests.on_torch.helpers.layouts import LAYOUTS, locations_of, mesh_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.observe import record_trace
