@@ -3,12 +3,14 @@
 [Note: zeros] Rounding makes an element exactly zero on one side only if the element is as small as its own error (underflow,
 terms that cancel, a threshold such as that of ReLU), or where it flips a decision such as the expert of a token. So zeros in
 place of large elements are evidence, whatever put them there. The perturbed runs show what rounding does: with r the share of
-zeros in a squared distance, E(r) is the mean of theirs. The number of elements near a threshold, and of decisions that are nearly
-equal, is proportional to the size of the rounding, so for a correct recording at a distance d, E(r) is at most d / s times
-theirs. Then sqrt(r / E(r)) has at most the tail of Student's distribution with k degrees of freedom, as a distance has, and
-exceeds its 1 % limit with a probability of 1 / 100. A quantity is decisive without further runs if it does and the zeros exceed
-the limit by themselves: such a stage adds at most a hundredth of the rate, as in `decisive`. Where the perturbed runs have many
-zeros, as after ReLU in bfloat16, no r is that large, and more runs are needed.
+zeros in a squared distance, E(r) is the mean of theirs, and at least that of all quantities of the kind, because a rare decision
+may flip in none of them. The number of elements near a threshold, and of decisions that are nearly equal, is proportional to the
+size of the rounding, so for a correct recording at a distance d, E(r) is at most d / s times theirs. Then sqrt(r / E(r)) has at
+most the tail of Student's distribution with k degrees of freedom, as a distance has, and exceeds its 1 % limit with a probability
+of 1 / 100. A quantity is decisive without further runs if it does and the zeros exceed the limit by themselves: such a stage adds
+at most a hundredth of the rate, as in `decisive`. Where the perturbed runs have many zeros, as after ReLU in bfloat16, no r is
+that large, and more runs are needed. A decision that flips in less than 1 % of all runs and quantities may go unseen: this is an
+assumption of the envelope as a whole.
 """
 
 import math

@@ -97,7 +97,7 @@ class Spread:
         factors: by kind, the multiple of the spread that is allowed.
         of: the spread of each quantity.
         numel: the number of elements of each quantity.
-        zeros: the mean share of zeros in the squared distance of each quantity, if any. See [Note: zeros].
+        zeros: the mean share of zeros in the squared distance of each quantity, and at least that of its kind. See [Note: zeros].
         tallies: the directions in which each perturbed run differs (`crossframe.verdict.direction`).
     """
 
@@ -125,7 +125,7 @@ class Spread:
     def zeros_by_rounding(self, quantity: Quantity, apart: float) -> float:
         """The share of zeros that rounding has on average in the square of this distance. See [Note: zeros]."""
         place = self._place(quantity)
-        return 0.0 if place not in self.zeros else self.zeros[place] * apart / self._spread(place, quantity)
+        return 0.0 if place is None else self.zeros[place] * apart / self._spread(place, quantity)
 
     def _spread(self, place: Key, quantity: Quantity) -> float:
         return self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
@@ -215,6 +215,9 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
         strayed = [eccentricity(apart) for place, apart in whole.items() if place[1] == kind]
         if strayed:
             factors[kind] = margin(len(pairs)) * max(strayed)
+    # A decision that no run flips in one quantity may flip there in another run, as often as in other quantities.
+    means = {kind: np.mean([zeros.get(place, 0.0) for place in whole if place[1] == kind]) for kind in factors}
+    zeros = {place: max(zeros.get(place, 0.0), float(means[place[1]])) for place in whole}
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
     return Spread(run, len(pairs), factors, of, numel, zeros, tuple(tallies))
 

@@ -129,6 +129,19 @@ def test_zeros_that_perturbed_runs_show_too_are_not_decisive(tmp_path):
     assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used > 1, found.reason
 
 
+def test_zeros_that_perturbed_runs_show_elsewhere_are_not_decisive(tmp_path):
+    """A decision that flips in other activations may flip here as well, though no perturbed run does it."""
+
+    def flips(phase, step, rank, name, array):
+        return np.zeros_like(array) if (phase, step) == ("input", 1) else array
+
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(dtype="float32", schedule=Schedule(dense=3, every=1)))
+    for i in range(1, 5):
+        synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=both(jitter(i, 0.03), flips))
+    found = compare(a, run(tmp_path / "b", made=a.manifest, tamper=of_block(dropped)))
+    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used > 1, found.reason
+
+
 def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):
     def edits(factor, seed=None):
         def change(phase, step, rank, name, array):
