@@ -6,6 +6,7 @@ with one value, such as the zeros of biases, are told apart by their gradients, 
 belong to, as far as its other parameters are aligned.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.alignment.slices import axis_sets, axis_signatures, element_hashes, signature
+from crossframe.alignment.slices import axis_sets, axis_signatures, element_hashes
 from crossframe.alignment.solve import rearrangements, row_order, solve
 from crossframe.dtypes import coarser, numpy_dtype
 from crossframe.errors import MappingError
@@ -94,6 +95,7 @@ class _Aligner:
         self._evidence: dict[str, str] = {}
         self._owner: dict[str, str] = {}
         self._undecided: list[Undecided] = []
+        self._known: dict[tuple[int, str], dict[tuple[int, ...], np.ndarray]] = {}
 
     def align(self) -> Alignment:
         groups = self._groups()
@@ -115,8 +117,22 @@ class _Aligner:
         groups: dict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
         for i, side in enumerate((self._first, self._second)):
             for name, array in side.items():
-                groups[signature(element_hashes(array)), array.size][i].append(name)
+                groups[self._signature(i, name), array.size][i].append(name)
         return [(names, paths) for names, paths in groups.values() if names and paths]
+
+    def _signatures(self, side: int, name: str) -> dict[tuple[int, ...], np.ndarray]:
+        """The signatures of the slices of a parameter along each set of its axes; () for the whole."""
+        if (side, name) not in self._known:
+            array = (self._first, self._second)[side][name]
+            hashes = element_hashes(array)
+            sets = (
+                axes for count in range(array.ndim + 1) for axes in itertools.combinations(range(array.ndim), count)
+            )
+            self._known[side, name] = {axes: axis_signatures(hashes, axes) for axes in sets if len(axes) < 4}
+        return self._known[side, name]
+
+    def _signature(self, side: int, name: str) -> int:
+        return int(self._signatures(side, name)[()][0])
 
     def _add(self, entry: MapEntry, evidence: str) -> None:
         self._entries[entry.name], self._evidence[entry.name] = entry, evidence
@@ -182,10 +198,11 @@ class _Aligner:
         array = self._first[name]
         if array.ndim == 0 or (array == array.flat[0]).all():
             return
-        rows = axis_signatures(element_hashes(array), (0,))
+        rows = self._signatures(0, name)[0,]
         runs: dict[int, tuple[int, str]] = {}
         for path in paths:
-            run = _run_of(rows, array.size // len(rows), self._second[path])
+            other = self._second[path]
+            run = _run_of(rows, array.size // len(rows), other.shape, self._signatures(1, path))
             if run is not None:
                 runs.setdefault(run[0], (run[1], path))
         start, parts, patterns = 0, [], []
@@ -261,10 +278,10 @@ class _Aligner:
             if path not in reported and (names := self._inside(path)):
                 self._undecided.append(Undecided(names, (path,), _INSIDE))
                 reported |= {*names, path}
-        aligned = {signature(element_hashes(self._first[name])): name for name in self._entries}
+        aligned = {self._signature(0, name): name for name in self._entries}
         for name in self._open_names():
             if name not in reported:
-                tied = aligned.get(signature(element_hashes(self._first[name])))
+                tied = aligned.get(self._signature(0, name))
                 why = f"equal to {tied!r}; leave it out if the two are tied" if tied else _ALONE
                 self._undecided.append(Undecided((name,), (), why))
         self._undecided += [Undecided((), (path,), _ALONE) for path in self._open_paths() if path not in reported]
@@ -272,10 +289,12 @@ class _Aligner:
     def _inside(self, path: str) -> tuple[str, ...]:
         """The parameters of the first model that a path consists of, stacked or joined along one of its dims."""
         array = self._second[path]
-        hashes = element_hashes(array)
         for dim in range(array.ndim):
-            slices, width = axis_signatures(hashes, (dim,)), array.size // array.shape[dim]
-            runs = {name: _run_of(slices, width, self._first[name]) for name in self._open_names()}
+            slices, width = self._signatures(1, path)[dim,], array.size // array.shape[dim]
+            runs = {
+                name: _run_of(slices, width, self._first[name].shape, self._signatures(0, name))
+                for name in self._open_names()
+            }
             found = sorted((run, name) for name, run in runs.items() if run is not None)
             if len(found) > 1 and sum(count for (_, count), _ in found) == len(slices):
                 return tuple(name for _, name in found)
@@ -295,19 +314,22 @@ def _num_wide(shape: tuple[int, ...]) -> int:
     return sum(size > 1 for size in shape)
 
 
-def _run_of(rows: np.ndarray, width: int, array: np.ndarray) -> tuple[int, int] | None:
-    """(first row, number of rows) of the run of rows that are the slices of an array along some of its axes; None if there is
-    none.
+def _run_of(
+    rows: np.ndarray, width: int, shape: tuple[int, ...], signatures: Mapping[tuple[int, ...], np.ndarray]
+) -> tuple[int, int] | None:
+    """(first row, number of rows) of the run of rows that are the slices of another array along some of its axes; None if there
+    is none.
 
     Args:
         rows: signatures of the rows, of `width` elements each.
+        shape, signatures: of the other array, by its axes.
     """
-    if array.size % width:
+    count, rest = divmod(math.prod(shape), width)
+    if rest or not 0 < count <= len(rows):
         return None
-    count = array.size // width
-    for axes in axis_sets(array.shape, count) if count > 1 else [()]:
-        order = row_order(rows, axis_signatures(element_hashes(array), axes))
-        if order is not None and sorted(order - order.min()) == list(range(count)):
+    for axes in axis_sets(shape, count) if count > 1 else [()]:
+        order = row_order(rows, signatures[axes]) if axes in signatures else None
+        if order is not None and np.array_equal(np.sort(order), np.arange(order.min(), order.min() + count)):
             return int(order.min()), count
     return None
 

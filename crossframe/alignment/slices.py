@@ -24,13 +24,8 @@ def element_hashes(array: np.ndarray) -> np.ndarray:
     return mix(bits.astype(np.uint64) * _ODD + _ODD)
 
 
-def signature(hashes: np.ndarray) -> int:
-    """The signature of a whole array, from its `element_hashes`."""
-    return int(hashes.sum(dtype=np.uint64))
-
-
 def axis_signatures(hashes: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The signatures of the slices along some axes, flattened: the first axis varies slowest."""
+    """The signatures of the slices along some axes, flattened: the first axis varies slowest. Without axes, that of the array."""
     others = tuple(axis for axis in range(hashes.ndim) if axis not in axes)
     return hashes.sum(axis=others, dtype=np.uint64).reshape(-1)
 
