@@ -26,6 +26,8 @@ VALUES, GRADIENTS, MODULES = "values", "gradients", "modules"
 _NEAR, _FAR = 0.01, 0.5
 """Gradients of one parameter differ by rounding, those of two by about their norms. Relative distances below the first one and
 above the second one decide."""
+_MOST_ELEMENTS = 1 << 16
+"""Parameters of at most this size, such as biases, are joined element by element."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,9 @@ class _Aligner:
         if (side, name) not in self._known:
             array = (self._first, self._second)[side][name]
             hashes = element_hashes(array)
-            sets = (
-                axes for count in range(array.ndim + 1) for axes in itertools.combinations(range(array.ndim), count)
-            )
-            self._known[side, name] = {axes: axis_signatures(hashes, axes) for axes in sets if len(axes) < 4}
+            most = array.ndim if array.size <= _MOST_ELEMENTS else array.ndim - 1
+            sets = (axes for count in range(most + 1) for axes in itertools.combinations(range(array.ndim), count))
+            self._known[side, name] = {axes: axis_signatures(hashes, axes) for axes in sets}
         return self._known[side, name]
 
     def _signature(self, side: int, name: str) -> int:
