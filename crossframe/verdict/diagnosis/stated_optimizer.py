@@ -187,6 +187,8 @@ def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
         return False
     roundoff = max(roundoff_of(array) for array in arrays if array is not None)
     before, after, *moments = (np.asarray(array, np.float64) for array in arrays)
+    if not all(np.isfinite(array).all() for array in (before, after, *moments)):
+        return False
     update = Update(before, after, tuple(moments), roundoff)
     scheduled = factor_between(update.way(stated.rule), update.moved)
     rules = [stated.rule, *([replace(stated.rule, rate=scheduled)] if scheduled > 0 else [])]

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossframe.recording import Recording
 from crossframe.verdict import PairVerdict, Verdict, compare
+from crossframe.verdict.diagnosis.stated_optimizer import rule_of
 from tests.core.helpers import synthetic
 from tests.core.helpers.random_layouts import QUICK
 
@@ -83,6 +85,15 @@ def test_the_verdict_does_not_depend_on_the_order(tamper, dtype, rounds):
         a, b = recorded(folder, "a", dtype=dtype), recorded(folder, "b", *rounding, tamper, dtype=dtype)
         one, other = compare(a, b), compare(b, a)
         assert place(one) == place(other), (one.reason, one.diagnosis, other.reason, other.diagnosis)
+
+
+@pytest.mark.parametrize("phase", ["parameters", "update", "state"])
+def test_infinite_values_of_an_unknown_optimizer_warn_of_nothing(phase, tmp_path):
+    def tamper(at: str, step: int, who: int, what: str, x: np.ndarray) -> np.ndarray:
+        return np.full_like(x, np.inf) if at == phase else x
+
+    run = recorded(str(tmp_path), "a", tamper)
+    assert rule_of(run) is None and compare(run, run).verdict is Verdict.EQUAL
 
 
 @settings(QUICK, max_examples=8)
