@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, OUTPUT, REDUCE
+from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, OUTPUT, REDUCE
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
+from crossframe.verdict.diagnosis.factor_fits import BY_CHANCE
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, sum_roundoff
 from crossframe.verdict.diagnosis.reduction_fits import sum_error
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up
 from crossframe.verdict.measure.metrics import distance, norm
@@ -42,6 +45,49 @@ def uneven_weights(case: Case) -> Iterator[Fit]:
             and 2 * norm(np.array(residuals)) <= whole
         ):
             yield Fit("uneven_weights", text, max(residuals), max(errors), Claim("uneven"))
+
+
+def uneven_counts(case: Case) -> Iterator[Fit]:
+    """One side averages over all terms of all ranks, the other one averages the means of ranks, whose counts are not recorded.
+
+    A rank that divides by its own count n instead of the mean count of W ranks has f = mean / n times the gradient, so that the
+    inverses of all f add up to W. Parts of the loss that no count divides may be left out: all ranks' gradients of some parameter
+    must be multiples.
+    """
+    world, is_loss = case.right.manifest.world_size, case.phase == FORWARD and case.quantity.event == "loss"
+    if case.quantity.sketched or world < 2 or world != case.wrong.manifest.world_size:
+        return
+    if not is_loss and case.phase != BACKWARD:
+        return
+    within = case.limit / max(norm(case.both.right), np.finfo(float).tiny) + 64 * case.compute_roundoff
+    agreed: np.ndarray | None = None
+    names = []
+    for name in case.right.manifest.params if is_loss else [case.name]:
+        own = [case.local_grads(recording, name) for recording in (case.right, case.wrong)]
+        if own[0] is None or own[1] is None or own[0][0].size < 2:
+            continue
+        sides = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(*own, strict=True)]
+        factors = np.array([factor_between(x, y) for x, y in sides])
+        fits = all(distance(y, f * x) <= within * norm(y) and norm(y) for (x, y), f in zip(sides, factors, strict=True))
+        if not fits or (np.abs(factors - 1) <= 4 * within).all():
+            continue
+        if agreed is not None and (np.abs(factors / agreed - 1) > 4 * within).any():
+            return
+        agreed = factors if agreed is None else agreed
+        names.append(name)
+    if agreed is None or agreed.min() <= 0 or np.ptp(agreed) * BY_CHANCE < world * within:
+        return
+    apart = abs((1 / agreed).sum() / world - 1)
+    if apart > within:
+        return
+    shares = ", ".join(f"{1 / (factor * world):.4g}" for factor in agreed)
+    text = (
+        f"the gradients of {names[0]!r}{f' and {len(names) - 1} others' if names[1:] else ''} on each rank are multiples whose "
+        f"inverses add up to the number of ranks: {case.names[0]} averages over all terms, {case.names[1]} averages the means of "
+        f"ranks, which have shares of {shares} of them"
+    )
+    size = norm(case.both.right)
+    yield Fit("uneven_weights", text, apart * size, within * size, Claim("uneven"))
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -97,6 +143,89 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
                     )
                     yield Fit("lost_microbatch", text, residual, limit * times, Claim("microbatch", lost))
                     return
+
+
+def lost_by_span(case: Case) -> Iterator[Fit]:
+    """The gradients of one of several microbatches are lost: of a weight that multiplies its module's input, the rows of each
+    gradient are sums of input rows.
+
+    With fewer positions than features, the inputs of the other microbatches do not span all features. The wrong gradient is
+    within their span, the right one is not.
+    """
+    if case.phase not in (BACKWARD, REDUCE) or case.quantity.sketched:
+        return
+    # All parameters of a step have the same answer.
+    known = _SPANS.setdefault(case.wrong, {})
+    key = (case.names, case.phase, case.step, case.quantity.rank, case.quantity.replica)
+    if key not in known:
+        known[key] = _spanned(case)
+    if found := known[key]:
+        lost, text, residual, error = found
+        size = norm(case.both.wrong)
+        yield Fit("lost_microbatch", text, residual * size, error * size, Claim("microbatch", lost))
+
+
+_Span = tuple[int, str, float, float]
+_SPANS: "WeakKeyDictionary[Recording, dict[Any, _Span | None]]" = WeakKeyDictionary()
+
+
+def _spanned(case: Case) -> _Span | None:
+    """(lost microbatch, evidence, residual and error relative to the gradient)."""
+    num = 1 + max((at[0] for at in case.right.activations(case.step)), default=0)
+    if num < 2:
+        return None
+    for name, spec in case.right.manifest.params.items():
+        if len(spec.shape) != 2 or (inputs := _inputs(case, name, num)) is None:
+            continue
+        sides = [_gradient_of(case, side, name) for side in (case.right, case.wrong)]
+        if sides[0] is None or sides[1] is None or inputs[0].shape[1] not in spec.shape:
+            continue
+        width = inputs[0].shape[1]
+        right, wrong = (
+            np.asarray(side, np.float64) if side.shape[1] == width else np.asarray(side, np.float64).T
+            for side in sides
+            if side is not None
+        )
+        for lost in range(num):
+            others = np.concatenate([rows for i, rows in enumerate(inputs) if i != lost])
+            if len(others) >= width:
+                continue
+            outside = [_outside(side, others) for side in (right, wrong)]
+            # Inputs as recorded are those of the products, whose sum over positions rounds.
+            error = sum_roundoff(len(others), case.compute_roundoff) * norm(wrong) * math.sqrt(len(others))
+            if outside[0] > 100 * error and outside[1] <= error:
+                text = (
+                    f"in {case.names[1]} the gradients of microbatch {lost} of {num} are lost: the gradient of {name!r} is a sum "
+                    f"of {len(others)} inputs, those of the other microbatches, up to {outside[1] / norm(wrong):.1e} of it, and "
+                    f"that of {case.names[0]} up to {outside[0] / norm(right):.1e}"
+                )
+                return lost, text, outside[1] / norm(wrong), error / norm(wrong)
+    return None
+
+
+def _inputs(case: Case, name: str, num: int) -> list[np.ndarray] | None:
+    """The input rows of a parameter's module in each microbatch, on the rank of the quantity or on all ranks."""
+    recording, module = case.wrong, name.rpartition(".")[0]
+    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
+    found = []
+    for microbatch in range(num):
+        at = (microbatch, module, INPUT)
+        if at not in recording.activations(case.step):
+            return None
+        if any(recording.activation_sketch(case.step, rank, *at) for rank in ranks):
+            return None
+        rows = [np.asarray(recording.activation(case.step, rank, *at), np.float64) for rank in ranks]
+        if any(not each.ndim for each in rows):
+            return None
+        found.append(np.concatenate([each.reshape(-1, each.shape[-1]) for each in rows]))
+    return found
+
+
+def _outside(gradient: np.ndarray, rows: np.ndarray) -> float:
+    """The norm of the part of a gradient (out, in) that is no sum of these rows (number, in)."""
+    _, sizes, basis = np.linalg.svd(rows, full_matrices=False)
+    basis = basis[sizes > 1e-12 * sizes.max(initial=0.0)]
+    return distance(gradient, gradient @ basis.T @ basis)
 
 
 def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
@@ -161,4 +290,6 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
     yield Fit("padding_counted", text, 0.0, case.limit, Claim("padding", each, each * max(errors) / min(extras)))
 
 
-ALL = (uneven_weights, lost_microbatch, padding_in_gradient_norm)
+ALL = (uneven_weights, uneven_counts, lost_microbatch, lost_by_span, padding_in_gradient_norm)
+OF_LOSS = (uneven_weights, uneven_counts)
+"""Hypotheses about a loss."""

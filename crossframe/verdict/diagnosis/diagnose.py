@@ -100,7 +100,7 @@ def _fits(case: Case) -> Iterator[Fit]:
     if case.quantity.sketched:
         hypotheses = value_hypotheses.LINEAR
     elif case.quantity.kind == FORWARD:
-        hypotheses = (module_hypotheses.low_precision, *value_hypotheses.ALL)
+        hypotheses = (module_hypotheses.low_precision, *count_hypotheses.OF_LOSS, *value_hypotheses.ALL)
     elif case.quantity.kind == ACTIVATION:
         hypotheses = (*layer_hypotheses.ALL, *module_hypotheses.ALL, *value_hypotheses.ALL)
     else:

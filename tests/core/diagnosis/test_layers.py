@@ -21,6 +21,7 @@ from crossframe.verdict.diagnosis.attention_fits import Attention, Projections, 
 from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.diagnosis.layer_fits import other_kernel, pooled, rows_off
 from crossframe.verdict.diagnosis.module_fits import norm_epsilons
+from crossframe.verdict.measure.metrics import norm
 
 WORDS, WIDTH, LENGTH, SAMPLES, HEADS = 40, 8, 6, 3, 2
 UNITS = {
@@ -104,6 +105,7 @@ class Run:
     exchanged: bool = False
     epsilon: float = 1e-5
     runs_first: int = 0
+    head: bool = False  # the embedding is also the head; gradients of projections are sums of their inputs
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
     local: Callable[[int, list[np.ndarray]], list[np.ndarray]] = lambda rank, own: own
@@ -145,6 +147,7 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                 writer.unsharded(step, unit, {n: seen[n] for n in names})
             p = {n: x.astype(np.float64) for n, x in seen.items()}
             grads: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
+            rows: dict[str, np.ndarray] = {}
             for mb in range(run.microbatches):
                 tokens = np.random.default_rng((step, rank, mb)).integers(0, WORDS, (run.counts[rank], LENGTH))
 
@@ -165,6 +168,7 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                     h = tell(f"{at}.norm", "output", h * p[f"{of}.norm.weight"], run.norms_in is not None)
                     for name in "qkv":
                         tell(f"{at}.{name}", "input", h, True)
+                        rows[f"{at}.{name}.weight"] = h.reshape(-1, WIDTH)
                     q, k, v = (tell(f"{at}.{n}", "output", h @ p[f"{of}.{n}.weight"].T) for n in "qkv")
                     y = tell(f"{at}.out", "input", attention(*(k, q, v) if run.exchanged else (q, k, v), run))
                     x = x + tell(f"{at}.out", "output", y @ p[f"{of}.out.weight"].T)
@@ -173,7 +177,9 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                 )  # so that something follows from activations
                 for name, shape in SHAPES.items():
                     grad = drawn(f"{step} {rank} {mb} {name}", *shape)
-                    if name == "tok.weight":
+                    if name in rows and run.head:
+                        grad = drawn(f"{step} {rank} {mb} {name}", WIDTH, len(rows[name])) @ rows[name]
+                    if name == "tok.weight" and not run.head:
                         grad *= np.isin(np.arange(WORDS), tokens)[:, None]
                     grads[name].append(grad / run.microbatches)
             writer.loss(step, float(cast(np.array(loss), run.loss_in)))
@@ -224,8 +230,14 @@ def swapped(name: str, own: np.ndarray, every: dict[str, np.ndarray]) -> np.ndar
     return every[f"blocks.{1 - i}{name[8:]}"] if i >= 0 else own
 
 
+def own_count(rank: int, own: list[np.ndarray]) -> list[np.ndarray]:
+    """Divided by 3 or 5 terms of this rank instead of 4."""
+    return [grad * 4 / (3, 5)[rank] for grad in own]
+
+
 RIGHT, UNEVEN = Run(), Run(counts=(4, 2))
 MASKED = Run(causal=False, padding=1)
+TIED = Run(counts=(1,), microbatches=2, head=True)
 PARTS, SINGLE = Run(microbatches=2), Run(microbatches=2, dtype="float32")
 FAULTS: dict[str, tuple[str, Run, Run]] = {
     "positions one late": ("shifted_positions", RIGHT, Run(shift=1)),
@@ -253,6 +265,12 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "last microbatch lost": ("lost_microbatch", PARTS, replace(PARTS, local=without(1))),
     "lost on one rank": ("lost_microbatch", PARTS, replace(PARTS, local=lambda r, own: own[:1] if r else own)),
     "lost in the sum": ("lost_microbatch", PARTS, replace(PARTS, reduce=lambda g, c: mean([own[1:] for own in g], c))),
+    "lost without an embedding": (
+        "lost_microbatch",
+        TIED,
+        replace(TIED, reduce=lambda g, c: mean([own[1:] for own in g], c)),
+    ),
+    "own counts": ("uneven_weights", RIGHT, replace(RIGHT, local=own_count)),
     "reduced in bfloat16": ("low_precision_reduction", PARTS, replace(PARTS, reduce=in_bfloat16)),
     "padding in the norm": ("padding_counted", RIGHT, Run(norm=lambda norm: (norm**2 + 3.0) ** 0.5)),
 }
@@ -345,17 +363,18 @@ def test_a_wide_bound_explains_no_layer() -> None:
     plain, given = Attention(2, 2, causal=True, factor=0.5), Projections(q, k, v)
     x, exchanged = plain.of(given), plain.of(given.exchanged())
     apart = exchanged + 0.2 * noise
-    assert attention_of(Contrast.of(x, exchanged, np.linalg.norm(x)), (given, given), 2.0**-9).kind == "exchanged"
-    assert attention_of(Contrast.of(x, apart, np.linalg.norm(x)), (given, given), 2.0**-9) is None
+    found = attention_of(Contrast.of(x, exchanged, norm(x)), (given, given), 2.0**-9)
+    assert found is not None and found.kind == "exchanged"
+    assert attention_of(Contrast.of(x, apart, norm(x)), (given, given), 2.0**-9) is None
     own, other = ((drawn(f"wide {name}", 8, 8), None) for name in ("own", "other"))
     x, exact = q @ own[0].T, q @ other[0].T
-    near = exact + 0.2 * np.linalg.norm(x) / np.linalg.norm(noise) * noise
+    near = exact + 0.2 * norm(x) / norm(noise) * noise
     for wrong, found in ((exact, "other"), (near, None)):
-        sides = Contrast.of(x, wrong, np.linalg.norm(x))
+        sides = Contrast.of(x, wrong, norm(x))
         assert (other_kernel(sides, (q, q), own, {"other": other}, 2.0**-9) or [None])[0] == found
     normed = rms(q)
     scaled = normed * (0.6 + 0.05 * drawn("scales", 8))
-    sides = Contrast.of(normed, scaled, 0.2 * np.linalg.norm(normed))
+    sides = Contrast.of(normed, scaled, 0.2 * norm(normed))
     assert norm_epsilons(sides, (q, q), np.ones(8), None, 2.0**-9) is None
 
 
