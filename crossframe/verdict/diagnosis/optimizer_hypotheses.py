@@ -13,7 +13,7 @@ from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, roundoff_of
 from crossframe.verdict.diagnosis.moment_deviations import Moment, Other, moment_deviations
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, Average
-from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, Stated, rule_of, slots_of, stated_rule
+from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, Stated, rule_at, rule_of, slots_of
 from crossframe.verdict.diagnosis.update_deviations import (
     Rule,
     Update,
@@ -33,8 +33,7 @@ def optimizer(case: Case) -> Iterator[Fit]:
     kind, other = rule_of(case.right), case.wrong.manifest.settings.get("optimizer")
     if kind is None or (other in MOMENTS and other != kind):
         return
-    count = case.right.count(case.step, case.name) or case.step + 1
-    stated = stated_rule(case.right.manifest, kind, count, case.name)
+    stated = rule_at(case.right, kind, case.step, case.name, case.wrong)
     if stated is None:
         return
     if case.phase == UPDATE:
@@ -44,11 +43,14 @@ def optimizer(case: Case) -> Iterator[Fit]:
 
 
 def change_of_update(case: Case) -> Iterator[Fit]:
-    """The update of an optimizer whose rule is not known differs by a multiple of the parameter or of itself, or in an epsilon.
+    """The update differs by a multiple of the parameter or of itself, or in an epsilon, where no rule of the optimizer explains
+    either side: it is not known, or the loop changes parameters outside of the optimizer.
 
     Both sides start from equal parameters, and their optimizer states agree, because they come earlier.
     """
-    if case.quantity.sketched or case.phase != UPDATE or rule_of(case.right) is not None:
+    if case.quantity.sketched or case.phase != UPDATE:
+        return
+    if any(_follows_rule(case, recording) for recording in (case.right, case.wrong)):
         return
     before = [case.before(recording, case.step, case.name) for recording in (case.right, case.wrong)]
     if before[0] is None or before[1] is None:
@@ -80,6 +82,14 @@ def change_of_update(case: Case) -> Iterator[Fit]:
             return
 
 
+def _follows_rule(case: Case, recording: Recording) -> bool:
+    """Whether a known rule explains an update of this recording."""
+    kind = rule_of(recording)
+    stated = None if kind is None else rule_at(recording, kind, case.step, case.name)
+    update = None if stated is None else update_of(case, recording, stated)
+    return stated is not None and update is not None and follow_one_rule(update, update, stated.rule)
+
+
 def decay_in_gradient(case: Case) -> Iterator[Fit]:
     """A gradient contains a multiple of its parameter."""
     if case.quantity.sketched or case.phase not in (BACKWARD, REDUCE):
@@ -105,7 +115,7 @@ def follows(case: Case) -> bool:
     kind = rule_of(case.right)
     if kind is None or kind != rule_of(case.wrong):
         return False
-    stated = stated_rule(case.right.manifest, kind, case.right.count(case.step, case.name) or case.step + 1, case.name)
+    stated = rule_at(case.right, kind, case.step, case.name, case.wrong)
     if stated is None:
         return False
     if case.phase == STATE:

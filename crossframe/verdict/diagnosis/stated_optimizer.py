@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from crossframe.recording import Manifest, Recording
-from crossframe.recording.event_format import COUNT, PARAMETERS, STATE, UPDATE
+from crossframe.recording.event_format import COUNT, PARAMETERS, REDUCE, STATE, UPDATE
 from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
@@ -20,6 +20,9 @@ from crossframe.verdict.measure.values import assemble
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
 """The optimizer state entries that each optimizer's update reads, as torch names them."""
+
+BETAS = (0.9, 0.999)
+"""The default of torch and optax."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +44,29 @@ class Stated:
     states_decay: bool = True
 
 
-def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> Stated | None:
+def stated_rule(
+    manifest: Manifest, kind: str, count: float, name: str = "", betas: tuple[float, float] = BETAS
+) -> Stated | None:
     """The stated rule of a parameter at step `count` of the optimizer. Missing constants have the defaults of torch and optax.
 
     Returns None if a constant is not a valid number.
+
+    Args:
+        betas: those of an optimizer whose betas are not stated.
     """
     settings = {**manifest.settings, **_own_settings(manifest, name)}
     rate = settings.get("lr", manifest.learning_rate) or 1.0
     if not isinstance(rate, int | float):
         return None
-    betas = settings.get("betas", (0.9, 0.999))
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
+    own_betas = settings.get("betas", betas)
+    if not isinstance(own_betas, list | tuple) or len(own_betas) != 2:
         return None
     numbers = [
         settings.get("weight_decay", 0.01 if kind == ADAMW else 0.0),
         settings.get("momentum", 0.0),
         settings.get("eps", 1e-8),
         settings.get("clip", math.inf),
-        *betas,
+        *own_betas,
     ]
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         return None
@@ -68,6 +76,62 @@ def stated_rule(manifest: Manifest, kind: str, count: float, name: str = "") -> 
     own = decay if kind == ADAMW else 0.0
     rule = AdamW(rate, beta1, beta2, epsilon, own, count, count)
     return Stated(kind, rule, decay - own, clip, states_decay="weight_decay" in settings)
+
+
+def rule_at(recording: Recording, kind: str, step: int, name: str, other: Recording | None = None) -> Stated | None:
+    """The rule of a parameter at a step of a recording.
+
+    Betas that are not stated are read off its moments, unless this recording or the other one has the default ones.
+    """
+    count = recording.count(step, name) or step + 1
+    found = [betas_of(each) or BETAS for each in (recording, other) if each is not None]
+    return stated_rule(recording.manifest, kind, count, name, BETAS if BETAS in found else found[0])
+
+
+def betas_of(recording: Recording) -> tuple[float, float] | None:
+    """The betas of running averages of gradients and of their squares, from two consecutive steps; None if this is not what the
+    optimizer state holds.
+
+    What scaled the gradients, such as clipping, is unknown: m = beta m' + gain g has two unknowns.
+    """
+    if recording not in _BETAS:
+        _BETAS[recording] = _read_betas(recording)
+    return _BETAS[recording]
+
+
+def _read_betas(recording: Recording) -> tuple[float, float] | None:
+    steps, slots = recording.recorded_steps(), slots_of(recording, ADAM)
+    later = next((step for step in steps if step - 1 in steps), None)
+    if later is None or len(slots) != 2:
+        return None
+    for name, spec in recording.manifest.params.items():
+        keys = [(STATE, step, slot) for slot in slots for step in (later - 1, later)]
+        if spec.numel <= 2 or not all(recording.has(phase, at, name, use=slot) for phase, at, slot in keys):
+            continue
+        if not recording.has(REDUCE, later, name):
+            continue
+        sides = [assemble(recording, phase, at, name, slot).elements for phase, at, slot in keys]
+        sides.append(assemble(recording, REDUCE, later, name).elements)
+        if any(side is None for side in sides):
+            continue
+        roundoff = max(roundoff_of(side) for side in sides if side is not None)
+        m0, m1, v0, v1, gradient = (np.asarray(side, np.float64).reshape(-1) for side in sides)
+        first = _kept(m0, gradient, m1, roundoff)
+        second = _kept(v0, np.square(gradient), v1, roundoff)
+        if first is not None and second is not None:
+            return first, second
+    return None
+
+
+def _kept(old: np.ndarray, given: np.ndarray, new: np.ndarray, roundoff: float) -> float | None:
+    """The beta of new = beta old + gain given, rounded to the decimals that are known; None if this does not hold."""
+    terms = np.stack([old, given], axis=1)
+    (beta, gain), _, _, singular = np.linalg.lstsq(terms, new, rcond=None)
+    tolerance = 8 * roundoff * (norm(beta * old) + norm(gain * given))
+    if distance(new, beta * old + gain * given) > tolerance or not singular.min() > 0 or not 0 <= beta < 1:
+        return None
+    known = math.floor(-math.log10(2 * tolerance / float(singular.min()))) if tolerance else 12
+    return round(float(beta), max(known, 0)) if known >= 3 else None
 
 
 def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -100,6 +164,7 @@ OTHERS = frozenset(
 _TRIED = 4
 """The number of parameters that must follow a rule for an optimizer of another name to be recognised."""
 _SLOTS: "WeakKeyDictionary[Recording, dict[str, tuple[str, ...]]]" = WeakKeyDictionary()
+_BETAS: "WeakKeyDictionary[Recording, tuple[float, float] | None]" = WeakKeyDictionary()
 _KNOWN: "WeakKeyDictionary[Recording, str | None]" = WeakKeyDictionary()
 
 
@@ -176,7 +241,7 @@ def _follows(recording: Recording, kind: str) -> bool:
 
 
 def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:
-    stated = stated_rule(recording.manifest, kind, recording.count(step, name) or step + 1, name)
+    stated = rule_at(recording, kind, step, name)
     phase, last = (UPDATE, step - 1) if step else (PARAMETERS, 0)
     if stated is None or not recording.has(phase, last, name):
         return False

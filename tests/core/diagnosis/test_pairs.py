@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis.stated_optimizer import betas_of
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.locate import locate, locate_sketch
 from crossframe.verdict.measure.metrics import distance
@@ -416,6 +418,24 @@ def test_updates_of_an_optimizer_without_a_known_rule(
     right = record(tmp_path / "right", in_root, **SINGLE, other=other)
     for quantity, found in both_ways(right, tmp_path, faults, **SINGLE, other=other):
         assert quantity.event == "optimizer" and found is not None and found.signature == signature, found
+
+
+@pytest.mark.parametrize("faults", [Faults(decay=0.0), Faults(decay=2 * DECAY)], ids=["none", "twice"])
+def test_a_decay_by_the_loop_next_to_a_known_rule_is_named(faults: Faults, tmp_path: Path) -> None:
+    plain = {"weight_decay": 0.0}  # what the optimizer states; the loop decays the parameters itself
+    right = record(tmp_path / "right", Faults(decay=DECAY / 2), **SINGLE, other=plain)
+    for quantity, found in both_ways(right, tmp_path, faults, **SINGLE, other=plain):
+        assert quantity.event == "optimizer" and found is not None and found.signature == "weight_decay", found
+
+
+@pytest.mark.parametrize("name", ["no correction", "no correction of m", "no correction of v"])
+def test_betas_that_are_not_stated_are_read_off_moments(name: str, tmp_path: Path) -> None:
+    signature, faults = FAULTS[name]
+    right = record(tmp_path / "right", Faults(beta1=0.8, beta2=0.95), **SINGLE)
+    assert betas_of(right) == (0.8, 0.95)
+    wrong = replace(faults, beta1=0.8, beta2=0.95)
+    for _, found in both_ways(right, tmp_path, wrong, **SINGLE):
+        assert found is not None and found.signature == signature, found
 
 
 @pytest.mark.parametrize("name", ["no decay", "epsilon in the root", "no correction of m", "decay in the gradient"])

@@ -276,7 +276,7 @@ class _Run:
                 moments = {"exp_avg": self.kept(m), "exp_avg_sq": self.kept(v)}
                 m, v = (each.astype(np.float64) for each in moments.values())
                 counts = faults.corrected(t)
-                m = m / (1 - 0.9 ** counts[0]) if counts[0] else m
+                m = m / (1 - faults.beta1 ** counts[0]) if counts[0] else m
                 v = v / (1 - faults.beta2 ** counts[1]) if counts[1] else v
                 below = np.sqrt(v + faults.adam_epsilon) if faults.in_root else np.sqrt(v) + faults.adam_epsilon
                 decay = faults.decay / faults.rate if faults.unscaled else faults.decay
