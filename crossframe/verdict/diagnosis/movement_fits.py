@@ -10,6 +10,8 @@ from crossframe.verdict.diagnosis.fit import Contrast, accepted, is_uninformativ
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_SHIFT = 64
+MOST_STARTS = 64
+"""The largest number of elements of a parameter that may be the first one that was read: more do not tell positions apart."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,66 @@ def same_as(sides: Contrast, candidates: Mapping[str, np.ndarray]) -> Found | No
         if array.size == sides.wrong.size and not is_uninformative(array, 2 * sides.limit)
     )
     return _first(sides, shaped)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Values that were read at another position of a flat tensor, in which parameters and padding follow one another.
+
+    Attributes:
+        first, start: the parameter in which this position is, and the element of it.
+        names: all parameters whose values were read.
+    """
+
+    first: str
+    start: int
+    names: tuple[str, ...]
+    residual: float
+
+
+def read_elsewhere(sides: Contrast, others: Mapping[str, np.ndarray]) -> Read | None:
+    """Find the wrong side's flattened elements among the right values of other parameters.
+
+    They begin within one of these and go on, after any number of zeros, with the first elements of others.
+
+    >>> x = {"a": np.arange(1.0, 6.0), "b": np.arange(11.0, 15.0)}
+    >>> read_elsewhere(Contrast(np.arange(4.0), np.array([4.0, 5.0, 0.0, 11.0]), 0.0), x)
+    Read(first='a', start=3, names=('a', 'b'), residual=0.0)
+    """
+    y = sides.wrong.reshape(-1)
+    flat = {name: np.asarray(value, np.float64).reshape(-1) for name, value in others.items()}
+    filled = np.flatnonzero(np.abs(y) > sides.limit)
+    if len(filled) < 2 or is_uninformative(y, 2 * sides.limit):
+        return None
+    for name, value in flat.items():
+        starts = np.flatnonzero(np.abs(value[1:] - y[filled[0]]) <= sides.limit) + 1
+        for start in starts if len(starts) <= MOST_STARTS else ():
+            found = _followed(y, int(filled[0]), name, int(start), flat, sides.limit)
+            if found is not None and accepted(residual := distance(y, found[0]), sides.difference, sides.limit):
+                return Read(name, int(start), found[1], residual)
+    return None
+
+
+def _followed(
+    y: np.ndarray, at: int, name: str, start: int, flat: Mapping[str, np.ndarray], limit: float
+) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """(prediction of y, names) if its elements from `at` on are those of a parameter from `start` on, and then of others."""
+    predicted, names, value = np.zeros_like(y), [name], flat[name][start:]
+    while True:
+        num = min(len(value), len(y) - at)
+        if (num < 2 and len(names) == 1) or distance(y[at : at + num], value[:num]) > limit:
+            return None
+        predicted[at : at + num] = value[:num]
+        left = np.flatnonzero(np.abs(y[at + num :]) > limit)
+        if not left.size:
+            return predicted, tuple(names)
+        at += num + int(left[0])
+        following = [
+            each
+            for each, other in flat.items()
+            if each not in names and distance(other[: len(y) - at], y[at : at + len(other)]) <= limit
+        ]
+        if not following:
+            return None
+        names.append(following[0])
+        value = flat[following[0]]

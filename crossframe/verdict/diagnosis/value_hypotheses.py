@@ -9,7 +9,7 @@ from crossframe.recording.event_format import BACKWARD, COUNT, FORWARD, NORM, RE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
-from crossframe.verdict.diagnosis.movement_fits import same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.movement_fits import read_elsewhere, same_as, shift_of, transposition_of
 from crossframe.verdict.diagnosis.rank_hypotheses import SHARDED, factor_of_ranks, low_precision_reduction, missing_rank
 from crossframe.verdict.diagnosis.reduction_fits import mixed_ranks
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
@@ -17,6 +17,8 @@ from crossframe.verdict.measure.metrics import distance, norm
 
 SHRUNK = 0.9
 """A smaller factor between parameters and their values at the end of the step before is no weight decay."""
+MOST_FLAT = 1 << 22
+"""The largest number of elements of all parameters among which those of one are looked for."""
 UNRELATED = 0.1
 """The largest residual of gradients that a factor multiplies, as a share of their difference."""
 
@@ -131,6 +133,25 @@ def padding_shift(case: Case) -> Iterator[Fit]:
     why = f", the length of {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
     text = f"{_holds(case)} {places}, in all {shift.overlap} elements whose source is known{why}"
     yield Fit("padding_shift", text, shift.residual, 0.0, Claim("shift"))
+
+
+def read_from_others(case: Case) -> Iterator[Fit]:
+    """A reduced gradient was read at another position of a flat tensor, so that it has the values of other parameters."""
+    specs = case.right.manifest.params
+    if case.phase != REDUCE or not case.whole or sum(spec.numel for spec in specs.values()) > MOST_FLAT:
+        return
+    others = {
+        name: value
+        for name in specs
+        if name != case.name and (value := case.read(case.right, REDUCE, case.step, name)) is not None
+    }
+    if found := read_elsewhere(case.sides, others):
+        also = f", and then those of {', '.join(map(repr, found.names[1:]))}" if found.names[1:] else ""
+        text = (
+            f"{case.names[1]} has the elements of {found.first!r} from {found.start} on{also}, as if read from a flat tensor of "
+            "parameters and padding at another position"
+        )
+        yield Fit("padding_shift", text, found.residual, 0.0, Claim("shift"))
 
 
 def _paddings(case: Case) -> dict[int, str]:
@@ -311,6 +332,7 @@ ALL = (
     mixed_parameters,
     transposed,
     padding_shift,
+    read_from_others,
     missing_rank,
     tied_weight,
     low_precision_reduction,

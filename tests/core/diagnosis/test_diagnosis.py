@@ -30,7 +30,7 @@ from crossframe.verdict.diagnosis.module_fits import (
     two_masks_of,
 )
 from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
-from crossframe.verdict.diagnosis.movement_fits import reorderings, same_as, shift_of, transposition_of
+from crossframe.verdict.diagnosis.movement_fits import read_elsewhere, reorderings, same_as, shift_of, transposition_of
 from crossframe.verdict.diagnosis.optimizer_rules import AdamW, Average
 from crossframe.verdict.diagnosis.reduction_fits import (
     absent_ranks,
@@ -168,6 +168,17 @@ def test_a_few_elements_that_reappear_are_no_shift() -> None:
     x, y = drawn(0, 40), drawn(1, 40)
     y[30:] = x[:10]
     assert shift_of(Contrast(x, y, 0.0), also=[30]) is None
+
+
+@pytest.mark.parametrize(("start", "names"), [(5, "a"), (12, "a"), (35, "bc"), (40, "bc"), (48, None)])
+def test_values_read_at_another_position_of_a_flat_tensor(start: int, names: str | None) -> None:
+    values = {name: drawn(i, size) for i, (name, size) in enumerate({"a": 20, "b": 12, "c": 12}.items())}
+    flat = np.concatenate([np.pad(each, (0, -len(each) % 16)) for each in values.values()])
+    right, wrong = drawn(8, 16), flat[start : start + 16]
+    found = read_elsewhere(Contrast(right, wrong, 1e-6), values)
+    # From its first element on, a parameter was exchanged for another one.
+    assert (None if found is None else "".join(found.names)) == names
+    assert read_elsewhere(Contrast(right, drawn(9, 16), 1e-6), values) is None
 
 
 def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:

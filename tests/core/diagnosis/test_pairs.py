@@ -93,6 +93,15 @@ def added_to_the_last(step: int, name: str, grads: list, old: list) -> np.ndarra
     return np.mean([grad[name] for grad in grads], axis=0) + (old[-1][name] if old else 0.0)
 
 
+def read_early(step: int, name: str, grads: list, old: list) -> np.ndarray:
+    """The key's gradient is read from a flat tensor 5 elements after the start of the query's."""
+    own = np.mean([grad[name] for grad in grads], axis=0)
+    if name != KEY:
+        return own
+    flat = np.concatenate([np.mean([grad[each] for grad in grads], axis=0).reshape(-1) for each in (QUERY, DOWN)])
+    return flat[5 : 5 + own.size].reshape(own.shape)
+
+
 FAULTS: dict[str, tuple[str, Faults]] = {
     "gradients summed": ("constant_factor", Faults(mean=mean_of(lambda s, n, grads: sum(grads)))),
     "root of the ranks": ("constant_factor", Faults(mean=mean_of(lambda s, n, grads: sum(grads) / len(grads) ** 0.5))),
@@ -118,6 +127,7 @@ FAULTS: dict[str, tuple[str, Faults]] = {
             )
         ),
     ),
+    "gradient read elsewhere": ("padding_shift", Faults(mean=read_early)),
     "stale gather": (
         "stale_copy",
         Faults(gathered=lambda s, r, name, now, old: old[name][-1] if s == 2 and name == QUERY else now),
