@@ -65,9 +65,15 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
             meshes[params.tree] = mesh_of(params)
         return mesh if mesh is not None else meshes.get(params.tree)
 
+    # One program, from which XLA drops the gathers of parameters that only give their shapes. Operation by operation, each would
+    # be gathered, by programs that wait for nothing: over gloo, two processes may run them in different orders and hang.
+    @partial(jax.jit, static_argnames="own")
+    def state_of(params: ShardedParams, own: Mesh | None) -> Any:
+        return _placed(view_of(params.tree).init(params), params.tree, own)
+
     def init(params: Any) -> Any:
         params = _trainable(params, "params")
-        return _placed(view_of(params.tree).init(params), params.tree, mesh_for(params))
+        return state_of(params, own=mesh_for(params))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         grads = _trainable(grads, "grads")

@@ -73,10 +73,12 @@ def in_two_processes(folder, *checks):
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    except subprocess.TimeoutExpired:
         for process in started:
             process.kill()
+        said = [process.communicate()[0] for process in started]
+        pytest.fail("two processes did not end within 120 s; they printed\n" + "\n".join(said))
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)], said
 

@@ -192,6 +192,22 @@ def test_stacked_and_shared_parameters_train_as_the_users_leaves_do(layout):
     close(unshard(found), {**expected, "tied": expected["b"]})
 
 
+def test_the_state_is_made_by_one_program_that_gathers_nothing():
+    # Operation by operation, every parameter would be gathered, and over gloo such programs block each other.
+    programs = []
+    tx = optax.adam(1e-2)
+
+    def init(params):
+        programs.append(all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)))
+        return tx.init(params)
+
+    optim = sharded_optimizer(optax.GradientTransformation(init, tx.update))
+    sharded = shard(small_params(), mesh_of_size(2), units=UNITS, param_map=small_map(), layout="per_param")
+    optim.init(sharded)
+    assert programs == [True]
+    assert "all-gather" not in jax.jit(optim.init).lower(sharded).compile().as_text()
+
+
 def test_wrong_arguments_are_refused():
     optim, sharded = sharded_optimizer(optax.adam(1e-2)), shard(STACKED, mesh_of_size(2), layout="per_param")
     with pytest.raises(UsageError, match="expected a transformation of optax"):
