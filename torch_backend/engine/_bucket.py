@@ -19,6 +19,7 @@ from torch_backend.compat._dtypes import dtype_name, torch_dtype
 from torch_backend.engine._unused_params import Unused
 from torch_backend.memory._gather import GatherBuffer, views_of
 from torch_backend.memory._grad_reduction import GradStore, ReductionChoices
+from torch_backend.memory._offload import to_storage
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
 from torch_backend.memory._streams import streams_of
@@ -218,10 +219,9 @@ class Bucket:
             with self._streams.reducing():
                 shard, device = self.grads.take(), self.store.buffer.device
                 if shard.device != device:
-                    # The host waits for the copy before adding to an existing gradient or calling a user's hook.
-                    waits = any(grad is not None for grad in self.registrar.grads())
-                    waits = waits or any(has_grad_hooks(param) for param in self.registrar.managed())
-                    shard = shard.to(device, non_blocking=not waits)
+                    read_now = any(grad is not None for grad in self.registrar.grads())
+                    read_now = read_now or any(map(has_grad_hooks, self.registrar.managed()))
+                    shard = to_storage(shard, device, read_now=read_now)
                 unused = self.unused.everywhere(self._streams.join_host)
                 self.registrar.add_grad(shard, self._reduced, unused)
         return True

@@ -14,6 +14,7 @@ from crossframe.unit_assignment import Order
 from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_options import UnitOptions
+from torch_backend.memory._offload import storage_of_shards
 from torch_backend.memory._store import ShardStore
 from torch_backend.modules._owned_params import OwnedParam, local_of, owned_params
 from torch_backend.param_registration import Registrar
@@ -87,11 +88,13 @@ def build_unit(
     buckets = []
     for members in groups.values():
         full = [local_of(entry.param).detach() for entry in members]
-        # Shards on the meta device are offloaded when they are materialized.
-        home = torch.device("cpu") if offload and not full[0].is_meta else full[0].device
         compute = full[0].device if device is None else device
-        pin = offload and pinned and compute.type != home.type == "cpu"
-        store = parts.store(members, parts.layout(members), full, home, pin)
+        store = parts.store(
+            members,
+            parts.layout(members),
+            full,
+            *storage_of_shards(full[0], compute, offload=offload, pinned=pinned),
+        )
         buckets.append(
             Bucket(
                 store,

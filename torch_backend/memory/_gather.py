@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from crossframe.errors import CollectiveError
 from crossframe.layout import Column, Layout
 from crossframe.unshard import shard_is_full
+from torch_backend.memory._offload import to_compute
 from torch_backend.memory._streams import Streams
 from torch_backend.ranks._collectives import Communicator, Work
 
@@ -82,8 +83,7 @@ class GatherBuffer:
         with self._streams.unsharding():
             shard = shard.detach()
             if (self._converts and shard.dtype != self.full.dtype) or shard.device != self.full.device:
-                # Moved before the cast because a copy that also casts blocks the host.
-                shard = shard.to(self.full.device, non_blocking=True).to(self.full.dtype)
+                shard = to_compute(shard, self.full)
             self._sent = shard
             if layout.contiguous:
                 self.full.untyped_storage().resize_(self._num_bytes)
