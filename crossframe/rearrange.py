@@ -63,6 +63,11 @@ class Rearrangement:
             return tuple(self.left.index(dim) for dim in self.right)
         return None
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether it changes nothing."""
+        return self.axes == tuple(range(len(self.left)))
+
     @cached_property
     def inverse(self) -> "Rearrangement":
         """The rearrangement back."""
@@ -95,6 +100,14 @@ class Rearrangement:
             MappingError: the pattern does not fit.
         """
         return _shape(self.right, self._fit(shape))
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape can be rearranged."""
+        try:
+            self._fit(shape)
+        except MappingError:
+            return False
+        return True
 
     def joins(self, shape: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         """The dims after it that join several axes, for an array that has this shape before it: of each axis the size, and its

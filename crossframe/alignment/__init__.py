@@ -1,5 +1,6 @@
-"""Alignment: which parameter of one model is which parameter of another, derived from their values alone."""
+"""Alignment: which parameter of one model is which parameter of another, and which module which, derived from their values."""
 
 from crossframe.alignment.align import GRADIENTS, MODULES, VALUES, Alignment, Undecided, align
+from crossframe.alignment.modules import match_activations
 
-__all__ = ["GRADIENTS", "MODULES", "VALUES", "Alignment", "Undecided", "align"]
+__all__ = ["GRADIENTS", "MODULES", "VALUES", "Alignment", "Undecided", "align", "match_activations"]

@@ -143,9 +143,7 @@ class _Aligner:
         """Add one parameter, if a rearrangement of its dims is known."""
         found = self._rearrangement(name, path)
         if found is not None:
-            identity = self._first[name].shape == self._second[path].shape and found.axes == tuple(
-                range(len(found.left))
-            )
+            identity = self._first[name].shape == self._second[path].shape and found.is_identity
             self._add(MapEntry(name, path, None if identity else found.text), evidence)
         return found is not None
 

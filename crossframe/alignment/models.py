@@ -20,7 +20,7 @@ def read_model(path: Path) -> tuple[Arrays, Arrays]:
         RecordingError: a damaged recording, or one without the values of parameters.
         UsageError: neither a recording nor safetensors files with floating tensors.
     """
-    return _recorded(path) if is_recording(path) else (_safetensors(path), {})
+    return read_recorded(Recording.open(path, partial=True)) if is_recording(path) else (_safetensors(path), {})
 
 
 def _safetensors(path: Path) -> Arrays:
@@ -39,14 +39,19 @@ def _safetensors(path: Path) -> Arrays:
     return found
 
 
-def _recorded(path: Path) -> tuple[Arrays, Arrays]:
-    recording = Recording.open(path, partial=True)
-    names = recording.manifest.params
+def read_recorded(recording: Recording) -> tuple[Arrays, Arrays]:
+    """(initial values, gradients of the first step) of a recording by name.
+
+    Raises:
+        RecordingError: damaged, or without the values of parameters.
+    """
+    names, path = recording.manifest.params, recording.directory
     if not recording.num_steps:
         raise RecordingError(f"{path}: expected one complete step, got none")
     if sketched := [name for name in names if recording.is_sketched(PARAMETERS, 0, name)]:
         raise RecordingError(
-            f"{path}: expected the elements of parameters, but {sketched[0]!r} was recorded as a sketch; record with --dense 1"
+            f"{path}: expected the elements of parameters, but {sketched[0]!r} was recorded as a sketch, as those of models with "
+            "more than a million parameters are; record with Recorder(..., detail='full'), or align the two checkpoints"
         )
     values = {name: recording.full(PARAMETERS, 0, name) for name in names}
     gradients = {

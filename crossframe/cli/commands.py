@@ -15,6 +15,7 @@ from crossframe.cli.console import console, exit_on_error
 from crossframe.cli.exit_status import AGREE, FOUND
 from crossframe.cli.misplaced_options import RecordCommand
 from crossframe.errors import UsageError
+from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.recorded_steps import window_of
 
@@ -36,6 +37,13 @@ ShapesOf = Annotated[
 ]
 WorldSize = Annotated[int, typer.Option(help="Number of ranks.", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="Dtype in which parameters are stored, where MODEL does not state it.")]
+Map = Annotated[
+    Path | None,
+    typer.Option(
+        "--map",
+        help="Map between the parameters of A and B, as crossframe map writes it. Default: by names, else by values",
+    ),
+]
 Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 
 
@@ -109,12 +117,15 @@ def compare(
         list[Path] | None,
         typer.Option(help="Another recording of A or B: shows what is not deterministic. May be repeated."),
     ] = None,
+    map_file: Map = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all files, even if checksums state that the recordings are equal.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two recordings, and say whether their difference is rounding or a bug.
+
+    Parameters and modules with different names are matched by their values, or by --map.
 
     Large recordings whose checksums are equal are not read, unless --verify or --output is given.
 
@@ -125,7 +136,7 @@ def compare(
         if (
             output is None
             and steps is None
-            and not (repeat or verify or as_json)
+            and not (repeat or map_file or verify or as_json)
             and (statement := equal_as_stated(a, b))
         ):
             console.print(statement)
@@ -133,7 +144,10 @@ def compare(
         opened = [Recording.open(path) for path in (a, b)]
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         repeats = tuple(Recording.open(path) for path in repeat or ())
-        raise typer.Exit(answer([(first, second)], output, repeats=repeats, as_json=as_json, console=console))
+        param_map = None if map_file is None else ParamMap.load(map_file)
+        raise typer.Exit(
+            answer([(first, second)], output, repeats=repeats, param_map=param_map, as_json=as_json, console=console)
+        )
 
 
 @app.command()
@@ -145,6 +159,7 @@ def explain(
     step: Annotated[int, typer.Option(help="The step to examine, if only one recording is given.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for the traces. Default: none")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of each run, in seconds.")] = 600.0,
+    map_file: Map = None,
     svg: Svg = None,
     as_json: AsJson = False,
 ) -> None:
@@ -159,7 +174,10 @@ def explain(
     options: dict[str, Any] = {"folder": output, "timeout": timeout, "as_json": as_json, "console": console}
     with exit_on_error():
         if b is not None:
-            raise typer.Exit(explain_pair((a, b), svg=svg, **options))
+            param_map = None if map_file is None else ParamMap.load(map_file)
+            raise typer.Exit(explain_pair((a, b), param_map=param_map, svg=svg, **options))
+        if map_file is not None:
+            raise UsageError("explain: --map is for two recordings; pass the second one")
         if svg is not None:
             raise UsageError("explain: --svg draws the difference of two recordings; pass the second one")
         raise typer.Exit(explain_one(a, step, **options))

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from crossframe.cli.console import command_line
 from crossframe.cli.exit_status import exit_status
+from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.stated import Stated, exceeds
 from crossframe.report.build import report_of
@@ -45,6 +46,7 @@ def answer(
     output: Path | None,
     *,
     repeats: Sequence[Recording] = (),
+    param_map: ParamMap | None = None,
     as_json: bool = False,
     console: Console,
 ) -> int:
@@ -52,10 +54,10 @@ def answer(
 
     Args:
         output: folder for report.json and report.html; None: neither is written.
-        repeats: as of `crossframe.verdict.compare`.
+        repeats, param_map: as of `crossframe.verdict.compare`.
         as_json: print what report.json contains instead of a text.
     """
-    report, series = report_of(pairs, command=command_line(), repeats=repeats)
+    report, series = report_of(pairs, command=command_line(), repeats=repeats, param_map=param_map)
     if output is not None:
         from crossframe.report.page import write_report  # needs the extra "report"
 

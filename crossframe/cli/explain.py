@@ -25,6 +25,7 @@ from crossframe.operators.match import Neighbour
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.target import Target, target_of
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
+from crossframe.param_map import ParamMap
 from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD
@@ -33,6 +34,7 @@ from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROCESSES, PROGRAM, SOURCE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.one_naming import in_one_naming, unit_in_source
 
 TIMEOUT = 600.0
 _LAST_LINES, _MOST_SHOWN = 12, 8
@@ -44,6 +46,7 @@ def explain(
     *,
     folder: Path | None,
     timeout: float,
+    param_map: ParamMap | None,
     svg: Path | None,
     as_json: bool,
     console: Console,
@@ -56,13 +59,15 @@ def explain(
         directories: of the recordings.
         folder: where traces are kept; None: nowhere.
         timeout: seconds that each run may take.
+        param_map: as of `crossframe.verdict.compare`.
         svg: where the drawing of the operators near the difference goes; None: nowhere.
 
     Raises:
         UsageError: a recording without a command; a run that fails or takes too long.
         RecordingError: a recording that cannot be read.
     """
-    a, b = (Recording.open(directory) for directory in directories)
+    naming = in_one_naming(*(Recording.open(directory) for directory in directories), param_map)
+    a, b = naming.a, naming.b
     verdict = compare(a, b)
     compiled = [each for each in (a, b) if _is_compiled(each)]
     first = next((each for each in verdict.judged if each.beyond), None)
@@ -161,7 +166,8 @@ def request_of(target: Target, pair: tuple[Recording, Recording], recording: Rec
         directory: where the trace goes.
     """
     # Programs of JAX need not say which module an operator belongs to.
-    unit = target.unit if all(each.manifest.framework == "torch" for each in pair) else ""
+    is_torch = all(each.manifest.framework == "torch" for each in pair)
+    unit = unit_in_source(recording, target.unit) if is_torch else ""
     rank = min(target.rank, recording.manifest.world_size - 1)
     return Request(str(directory), target.step, rank, target.phase, unit, target.tolerance is None, judged=True)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from crossframe.errors import LayoutError
+from crossframe.layout.by_rows import layouts_by_rows
 from crossframe.layout.exchange import Exchange, Part, exchange
 from crossframe.layout.flat import FlatLayout
 from crossframe.layout.overlay import Transfer, overlay
@@ -30,6 +31,7 @@ __all__ = [
     "Transfer",
     "exchange",
     "layout_from_json",
+    "layouts_by_rows",
     "overlay",
     "post_forward",
     "post_forward_group",

@@ -7,6 +7,7 @@ from itertools import count
 import numpy as np
 
 from crossframe.layout import Sharding
+from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.event_format import INPUT, OUTPUT, perturbed_run_folder
 from crossframe.recording.manifest import SKETCH, Manifest
@@ -14,6 +15,7 @@ from crossframe.recording.program import PROGRAM
 from crossframe.report.traces import trace_of, trace_table
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
 from crossframe.verdict.dims import in_one_order
+from crossframe.verdict.one_naming import in_one_naming
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,17 @@ class PairSeries:
 
 
 def report_of(
-    pairs: Sequence[tuple[Recording, Recording]], *, command: str | None = None, repeats: Sequence[Recording] = ()
+    pairs: Sequence[tuple[Recording, Recording]],
+    *,
+    command: str | None = None,
+    repeats: Sequence[Recording] = (),
+    param_map: ParamMap | None = None,
 ) -> tuple[dict, tuple[PairSeries, ...]]:
     """Compare pairs of recordings.
 
     Args:
         command: the command line that made them, for the page.
-        repeats: as of `crossframe.verdict.compare`.
+        repeats, param_map: as of `crossframe.verdict.compare`.
 
     Returns:
         The report, `{"verdict", "pairs": [...], "trace": {"plan", A, B, "equal"} or None}`, where A and B are what the two
@@ -65,16 +71,18 @@ def report_of(
         that recorded any; "equal" holds for all pairs.
 
     Raises:
+        MappingError: the map does not fit the recordings.
         RecordingError: tensors that are damaged, or that should be there and are not.
     """
-    verdicts = [compare(a, b, repeats=repeats) for a, b in pairs]
+    verdicts = [compare(a, b, repeats=repeats, param_map=param_map) for a, b in pairs]
     traces = [trace_of(verdict.a, a, verdict.b, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)]
     report = {
         "verdict": overall(verdict.verdict for verdict in verdicts).value,
         "pairs": [verdict.to_json() for verdict in verdicts],
         "trace": trace_table([trace for trace in traces if trace is not None]),
     }
-    series = tuple(_series(verdict, a, b, command) for verdict, (a, b) in zip(verdicts, pairs, strict=True))
+    named = [in_one_naming(a, b, param_map) for a, b in pairs]
+    series = tuple(_series(verdict, each.a, each.b, command) for verdict, each in zip(verdicts, named, strict=True))
     return report, series
 
 

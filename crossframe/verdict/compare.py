@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from crossframe.dtypes import coarser
+from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
@@ -44,14 +45,25 @@ from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
+from crossframe.verdict.one_naming import in_one_naming
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unequal_dtypes import describe_precisions
 from crossframe.verdict.unused_values import UnusedValues
 from crossframe.verdict.verdicts import Verdict
 
 
-def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequence[Recording] = ()) -> PairVerdict:
+def compare(
+    a: Recording,
+    b: Recording,
+    *,
+    sketched: bool = False,
+    repeats: Sequence[Recording] = (),
+    param_map: ParamMap | None = None,
+) -> PairVerdict:
     """Decide whether two recordings agree, and if not, where they first differ.
+
+    If their parameters have different names, these are matched by `param_map`, or else by their initial values, and modules by
+    their parameters and by the values of their inputs and outputs (`crossframe.verdict.one_naming`).
 
     `crossframe.verdict.measure.bounds_by_dtype` defines agreement. In float64, a difference beyond its bound is a bug. In other
     dtypes it is a bug only before the first update, because an optimizer can amplify rounding. After the first update, in
@@ -79,11 +91,14 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     Args:
         sketched: compare sketches of large tensors even if their elements were recorded.
         repeats: further recordings of either run, made by the same command; they reveal nondeterminism.
+        param_map: the names of one recording, and as paths those of the other one; None: derived if they differ.
 
     Raises:
+        MappingError: the map does not fit the recordings.
         RecordingError: damaged or missing tensors, or a repeat of another run.
     """
-    a, b = in_one_order(a, b)
+    naming = in_one_naming(a, b, param_map)
+    a, b = in_one_order(naming.a, naming.b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), min(a.num_steps, b.num_steps)
@@ -91,7 +106,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
     if rule_of(a) is not None and rule_of(a) == rule_of(b):  # class names may differ
         settings = tuple(setting for setting in settings if setting.name != "optimizer")
     stated = tuple(setting.describe(names) for setting in settings)
-    if reason := why_incomparable(a, b):
+    if reason := naming.problem or why_incomparable(a, b):
         reason, found = "; ".join((*stated, reason)), diagnose_untied(a, b) or diagnose_batches(a, b)
         return PairVerdict(
             *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
@@ -192,7 +207,7 @@ def compare(a: Recording, b: Recording, *, sketched: bool = False, repeats: Sequ
         parted=findings.entry_for(first),
         bits=bits and describe_bits(bits, findings),
         directions=directions,
-        notes=(*([without_use] if without_use else []), *_notes(pair, names)),
+        notes=(*filter(None, (naming.note, without_use)), *_notes(pair, names)),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.layout import Layout, layouts_by_rows
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
@@ -192,16 +192,7 @@ def _units(specs: list[ParamSpec], names: tuple[str, ...], world_size: int) -> t
         owned[enclosing_unit(spec.name.rpartition(".")[0], known)].append(spec)
     if empty := [name for name in names if not owned[name]]:
         raise UsageError(f"units: expected modules that own parameters, but {empty} own none")
-    found: list[tuple[str, Layout]] = []
-    for unit, members in owned.items():
-        buckets: dict[tuple[str, bool], list[ParamSpec]] = {}
-        for spec in members:
-            buckets.setdefault((spec.dtype, bool(spec.shape)), []).append(spec)
-        # What has no dims cannot be cut by rows.
-        for (_, has_dims), params in buckets.items():
-            kept = tuple(params)
-            found.append((unit, PerParamLayout(kept, world_size) if has_dims else FlatLayout(kept, world_size, True)))
-    return tuple(found)
+    return tuple((unit, layout) for unit, members in owned.items() for layout in layouts_by_rows(members, world_size))
 
 
 def _is_floating(leaf: Any) -> bool:

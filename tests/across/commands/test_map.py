@@ -11,11 +11,12 @@ from crossframe.cli.commands import app
 from crossframe.errors import MappingError
 from crossframe.param_map import ParamMap
 from tests.core.helpers import synthetic
+from tests.core.helpers.translated import translate
 
 
-def run(*arguments):
+def run(*arguments, command="map"):
     """Exit status and what was printed."""
-    result = CliRunner().invoke(app, ["map", *map(str, arguments)])
+    result = CliRunner().invoke(app, [command, *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
@@ -55,6 +56,21 @@ def test_a_recording_aligns_with_itself(tmp_path):
     synthetic.write_run(tmp_path / "run", synthetic.manifest())
     status, text = run(tmp_path / "run", tmp_path / "run")
     assert status == 0 and "undecided" not in text
+
+
+def test_recordings_with_other_names_are_compared_with_a_map_or_without(tmp_path):
+    first = synthetic.record(tmp_path / "a", synthetic.manifest(1))
+    paths = {name: f"net.{name}_p" for name in synthetic.SHAPES}
+    translate(first, tmp_path / "b", paths, params=lambda name, array: array.T)
+    both = (tmp_path / "a", tmp_path / "b")
+    status, text = run(*both, command="compare")
+    assert status == 0 and "4 parameters with other names were matched by their values" in " ".join(text.split())
+    assert run(*both, "--output", tmp_path / "map.json")[0] == 0
+    status, text = run(*both, "--map", tmp_path / "map.json", command="compare")
+    assert status == 0 and "by the given map" in text
+    (tmp_path / "map.json").write_text('[["embed", "nothing", null]]')
+    status, text = run(*both, "--map", tmp_path / "map.json", command="compare")
+    assert status == 2 and "'nothing'" in text
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])

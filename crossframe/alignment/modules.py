@@ -1,0 +1,289 @@
+"""Matches the inputs and outputs of modules of two recordings whose modules have different names.
+
+Modules that enclose the same parameters are one module, whatever their values: a fault does not hide them. Modules without
+parameters are matched by the values of their inputs and outputs, in the order of computation; those after a fault, whose values
+differ, by what was matched in other layers, or by their place between modules that are matched. Dims may be transposed, joined or
+split. The order of dims is that under which the values agree; without one, that of other activations of the same shapes.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from crossframe.alignment.solve import rearrangements
+from crossframe.dtypes import coarser, unit_roundoff
+from crossframe.param_map import ParamMap
+from crossframe.rearrange import Rearrangement
+from crossframe.recording import Recording
+from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.recording.mapped import Activations, Of
+
+_ROUNDINGS, _NEAR = 8, 1e-4
+"""Activations are near if their relative distance is at most this many roundings, or `_NEAR`: more than the rounding of a part in
+float32, and is far below the distance of the inputs of two layers. Nothing is judged by it."""
+_LEAST_VALUES = 4
+"""Activations with fewer distinct values, such as zeros and masks, are not matched by them."""
+_MOST_FORMS = 64
+"""The number of rearrangements between two shapes that are tried."""
+
+
+def match_activations(first: Recording, second: Recording, param_map: ParamMap) -> Activations:
+    """The activations of the second recording that are those of the first one, at the first step at which both have them.
+
+    Args:
+        param_map: names of the first recording, and as paths those of the second one.
+    """
+    steps = range(min(first.num_steps, second.num_steps))
+    step = next((step for step in steps if first.activations(step) and second.activations(step)), None)
+    if step is None:
+        return {}
+    near = max(_NEAR, _ROUNDINGS * unit_roundoff(coarser(first.manifest.dtype, second.manifest.dtype)))
+    return _Matcher(_Side(first, step), _Side(second, step), param_map, near).match()
+
+
+@dataclass(frozen=True)
+class _Values:
+    """An activation of rank 0 in full.
+
+    Attributes:
+        array: float64.
+    """
+
+    array: np.ndarray
+
+    @cached_property
+    def sorted(self) -> np.ndarray:
+        return np.sort(self.array, axis=None)
+
+    @cached_property
+    def norm(self) -> float:
+        return float(np.linalg.norm(self.array))
+
+    @cached_property
+    def tells(self) -> bool:
+        """Whether the values are different enough to tell the activation from others."""
+        return self.norm > 0 and len(np.unique(self.sorted)) >= _LEAST_VALUES
+
+
+class _Side:
+    """The activations of one recording at a step: of rank 0, in the first microbatch."""
+
+    def __init__(self, recording: Recording, step: int) -> None:
+        self._recording, self._step = recording, step
+        self.order: list[Of] = [(module, use) for at, module, use in recording.activations(step) if at == 0]
+        self.modules = list(dict.fromkeys(module for module, _ in self.order))
+        self._known: dict[Of, _Values | None] = {}
+
+    def shape(self, of: Of) -> tuple[int, ...]:
+        return self._recording.activation_shape(self._step, 0, 0, *of)
+
+    def values(self, of: Of) -> _Values | None:
+        """The values of an activation; None if they are a sketch or not finite."""
+        if of not in self._known:
+            found = None
+            if self._recording.activation_sketch(self._step, 0, 0, *of) is None:
+                array = self._recording.activation(self._step, 0, 0, *of).astype(np.float64)
+                found = _Values(array) if array.size and np.isfinite(array).all() else None
+            self._known[of] = found
+        return self._known[of]
+
+
+class _Matcher:
+    def __init__(self, first: _Side, second: _Side, param_map: ParamMap, near: float) -> None:
+        self._first, self._second, self._map, self._near = first, second, param_map, near
+        self._pairs: dict[str, str] = {}
+
+    def match(self) -> Activations:
+        self._by_parameters()
+        self._by_values()
+        self._by_other_layers()
+        self._by_place()
+        return self._activations()
+
+    # Modules
+
+    def _open(self) -> tuple[list[str], list[str]]:
+        taken = set(self._pairs.values())
+        return (
+            [module for module in self._first.modules if module not in self._pairs],
+            [module for module in self._second.modules if module not in taken],
+        )
+
+    def _by_parameters(self) -> None:
+        """Match the modules that enclose the same parameters. Nested ones are matched by values, or the outermost ones first."""
+        ours: dict[frozenset[str], list[str]] = {}
+        theirs: dict[frozenset[str], list[str]] = {}
+        for module in self._first.modules:
+            ours.setdefault(self._paths_in(module), []).append(module)
+        for module in self._second.modules:
+            theirs.setdefault(frozenset(path for path in self._map.by_path if _is_in(path, module)), []).append(module)
+        for paths, modules in ours.items():
+            others = theirs.get(paths, ()) if paths else ()
+            self._pairs |= self._in_order(modules, others) if len(modules) * len(others) > 1 else {}
+            rest = [module for module in others if module not in self._pairs.values()]
+            self._pairs |= zip((module for module in modules if module not in self._pairs), rest, strict=False)
+
+    def _paths_in(self, module: str) -> frozenset[str]:
+        """The paths of the parameters that a module encloses; none if one of them is also part of a parameter outside."""
+        inside = [entry for entry in self._map.entries if _is_in(entry.name, module)]
+        paths = frozenset(path for entry in inside for path in entry.paths)
+        outside = (path for entry in self._map.entries if not _is_in(entry.name, module) for path in entry.paths)
+        return frozenset() if paths.intersection(outside) else paths
+
+    def _by_values(self) -> None:
+        """Match modules without parameters of their own, between the same matched modules, by their values."""
+        self._pairs |= self._in_order(*self._open())
+
+    def _in_order(self, modules: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+        """The matches of modules in the same order whose values agree at most often: a longest common subsequence."""
+        scores = [[self._score(module, other) for other in others] for module in modules]
+        best = [[0] * (len(others) + 1) for _ in range(len(modules) + 1)]
+        for i, j in itertools.product(reversed(range(len(modules))), reversed(range(len(others)))):
+            best[i][j] = max(best[i + 1][j], best[i][j + 1], scores[i][j] + best[i + 1][j + 1])
+        found, i, j = {}, 0, 0
+        while i < len(modules) and j < len(others):
+            if scores[i][j] and best[i][j] == scores[i][j] + best[i + 1][j + 1]:
+                found[modules[i]] = others[j]
+                i, j = i + 1, j + 1
+            elif best[i][j] == best[i + 1][j]:
+                i += 1
+            else:
+                j += 1
+        return found
+
+    def _score(self, module: str, other: str) -> int:
+        """3 if the inputs and outputs of two modules agree, 1 if one of them does and the other one may be faulty, else 0."""
+        if not self._alike(module, other):
+            return 0
+        agree = sum(self._agree((module, use), (other, use)) for use in (INPUT, OUTPUT))
+        return (0, 1, 3)[agree]
+
+    def _alike(self, module: str, other: str) -> bool:
+        """Whether the inputs and outputs of two modules have equally many elements."""
+        return all(
+            np.prod(self._first.shape((module, use))) == np.prod(self._second.shape((other, use)))
+            for use in (INPUT, OUTPUT)
+            if (module, use) in self._first.order and (other, use) in self._second.order
+        )
+
+    def _agree(self, ours: Of, theirs: Of) -> bool:
+        if ours not in self._first.order or theirs not in self._second.order:
+            return False
+        a, b = self._first.values(ours), self._second.values(theirs)
+        if a is None or b is None or a.array.size != b.array.size or not (a.tells and b.tells):
+            return False
+        if abs(a.norm - b.norm) > self._near * a.norm:
+            return False
+        # No order of elements has a smaller distance than that of the sorted ones.
+        if np.linalg.norm(a.sorted - b.sorted) > self._near * a.norm:
+            return False
+        return self._nearest(ours, theirs) is not None
+
+    def _by_other_layers(self) -> None:
+        """Match modules as in other layers: by the same names below two matched modules."""
+        below = {}
+        for module, other in self._pairs.items():
+            for outer, inner in self._enclosing_pairs(module, other):
+                below.setdefault((module[len(outer) :], _kind(outer)), set()).add((other[len(inner) :], _kind(inner)))
+        modules, others = self._open()
+        for module in modules:
+            for outer, inner in self._pairs.items():
+                if not outer or not _is_in(module, outer):
+                    continue
+                for rest, kind in below.get((module[len(outer) :], _kind(outer)), ()):
+                    other = inner + rest
+                    if kind == _kind(inner) and other in others and self._alike(module, other):
+                        self._pairs.setdefault(module, other)
+
+    def _enclosing_pairs(self, module: str, other: str) -> list[tuple[str, str]]:
+        return [
+            (outer, inner)
+            for outer, inner in self._pairs.items()
+            if outer and inner and outer != module and _is_in(module, outer) and _is_in(other, inner)
+        ]
+
+    def _by_place(self) -> None:
+        """Match modules that are alone between two matched modules in both recordings, or equally many."""
+        modules, others = self._open()
+        back = {other: module for module, other in self._pairs.items()}
+        ours = _gaps(self._first.modules, {module: module for module in self._pairs}, modules)
+        theirs = _gaps(self._second.modules, back, others)
+        for place, inside in ours.items():
+            there = theirs.get(place, [])
+            if len(inside) == len(there) and all(map(self._alike, inside, there)):
+                self._pairs |= zip(inside, there, strict=True)
+
+    # Activations
+
+    def _activations(self) -> Activations:
+        pairs = [
+            ((module, use), (other, use))
+            for module, other in self._pairs.items()
+            for use in (INPUT, OUTPUT)
+            if (module, use) in self._first.order and (other, use) in self._second.order
+        ]
+        forms = {pair: self._nearest(*pair) for pair in pairs}
+        known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Rearrangement]] = {}
+        for (ours, theirs), form in forms.items():
+            if form is not None:
+                known.setdefault((self._first.shape(ours), self._second.shape(theirs)), []).append(form)
+        found = {}
+        for (ours, theirs), form in forms.items():
+            shapes = self._first.shape(ours), self._second.shape(theirs)
+            if form is None and np.prod(shapes[0]) == np.prod(shapes[1]):
+                form = self._likeliest(shapes, known.get(shapes, []))
+            if form is None:  # another number of elements, or no rearrangement
+                continue
+            found[ours] = (theirs, None if shapes[0] == shapes[1] and form.is_identity else form)
+        return found
+
+    def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
+        """The rearrangement under which the values agree; None if there is none."""
+        a, b = self._first.values(ours), self._second.values(theirs)
+        if a is None or b is None or not a.tells:
+            return None
+        for form in _forms(a.array.shape, b.array.shape):
+            if np.linalg.norm(a.array - form(b.array)) <= self._near * a.norm:
+                return form
+        return None
+
+    def _likeliest(
+        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], known: Sequence[Rearrangement]
+    ) -> Rearrangement | None:
+        """The rearrangement of values that differ: that of most activations of the same shapes, or none if shapes are equal."""
+        if known:
+            return max(known, key=known.count)
+        return next(iter(_forms(*shapes)), None)
+
+
+def _forms(first: tuple[int, ...], second: tuple[int, ...]) -> list[Rearrangement]:
+    """Rearrangements between two shapes; that which changes nothing first."""
+    found = list(itertools.islice(rearrangements(first, second), _MOST_FORMS))
+    return sorted(found, key=lambda form: not form.is_identity)
+
+
+def _gaps(modules: Sequence[str], matched: Mapping[str, str], among: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Unmatched modules by the matched ones before and after them, under the names of the first recording."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for i, module in enumerate(modules):
+        if module in among:
+            before = next((matched[each] for each in reversed(modules[:i]) if each in matched), "")
+            after = next((matched[each] for each in modules[i:] if each in matched), "")
+            found.setdefault((before, after), []).append(module)
+    return found
+
+
+def _kind(module: str) -> str:
+    """The name of a module without the indices of layers.
+
+    >>> _kind("layers.3.attn")
+    'layers.*.attn'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
+def _is_in(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")

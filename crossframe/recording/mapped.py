@@ -1,0 +1,323 @@
+"""A view of a recording in the names, shapes and modules of another one, by a map between the parameters of the two.
+
+Arrays are rearranged when they are read. Parameters whose names alone differ keep the layout in which they were recorded. Of all
+others a rank has the rows that the core's layout assigns to it, as in a recording that was made with the map.
+"""
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from crossframe.dtypes import numpy_dtype
+from crossframe.errors import MappingError, RecordingError
+from crossframe.layout import Layout, layout_from_json, layouts_by_rows
+from crossframe.param_map import MapEntry, ParamMap, identity_map
+from crossframe.params import ParamSpec
+from crossframe.rearrange import Rearrangement
+from crossframe.recording.dims import Order, channels_first, channels_first_shape
+from crossframe.recording.event_format import WHOLE_ON_RANK
+from crossframe.recording.known_settings import GROUPS, PER_RANK
+from crossframe.recording.manifest import SKETCH, Manifest
+from crossframe.recording.reader import Recording
+from crossframe.recording.sketch import Sketch, sketches_of
+from crossframe.recording.step_runs import Run
+from crossframe.unit_assignment import enclosing_unit
+
+Of = tuple[str, str]
+"""(module, "input" or "output")."""
+Activations = Mapping[Of, tuple[Of, Rearrangement | None]]
+"""For activations of the one recording, those of the other one, and the rearrangement of these."""
+_KEPT = 8
+"""Number of rearranged arrays that are kept."""
+
+
+@dataclass(frozen=True)
+class _MappedRun(Run):
+    """A run of elements of a rearranged parameter.
+
+    Attributes:
+        what: phase, parameter and entry of the optimizer state.
+    """
+
+    what: tuple[str, str, str] = ("", "", "")
+
+
+class MappedRecording(Recording):
+    """A recording in the names of another one.
+
+    Attributes:
+        source: the recording as it is.
+    """
+
+    def __init__(self, source: Recording, manifest: Manifest, param_map: ParamMap, activations: Activations) -> None:
+        """Use `mapped`."""
+        super().__init__(source.directory, manifest, source._indexes, source.num_steps)
+        self.source = source
+        self._map, self._given = param_map, activations
+        self._kept = _kept(source.manifest, param_map)
+        self._arrays: dict[tuple[Any, ...], np.ndarray] = {}
+
+    @property
+    def units_in_source(self) -> dict[str, str]:
+        """For each unit of the view, the unit of the recording that has its first parameter."""
+        found: dict[str, str] = {}
+        for name, unit in self.manifest.unit_of.items():
+            found.setdefault(unit, self.source.manifest.unit_of[self._paths(name)[0]])
+        return found
+
+    def perturbed_runs(self) -> tuple[Recording, ...]:
+        runs = (MappedRecording(run, self.manifest, self._map, self._given) for run in self.source.perturbed_runs())
+        return tuple(run.with_channels_first(self._moved) for run in runs)
+
+    def first(self, num_steps: int) -> Recording:
+        view = copy.copy(self)
+        view.source = self.source.first(num_steps)
+        view.num_steps, view._views = view.source.num_steps, {}
+        return view
+
+    def recorded_steps(self) -> tuple[int, ...]:
+        """The steps whose tensors were recorded as elements: a sketch depends on the name of its parameter."""
+        return tuple(step for step in self.source.recorded_steps() if not self._has_sketches(step))
+
+    def _has_sketches(self, step: int) -> bool:
+        """Whether a renamed parameter was recorded as a sketch."""
+        renamed = {path for name in self.manifest.params if not self._is_same(name) for path in self._paths(name)}
+        of = self.source._step_runs(step).of
+        return any(run.sketch is not None for (_, path, _), runs in of.items() if path in renamed for run in runs)
+
+    # Parameters
+
+    def _paths(self, name: str) -> tuple[str, ...]:
+        return self._map.by_name[name].paths
+
+    def _is_renamed(self, name: str) -> bool:
+        """Whether the parameter has the same elements in the same order."""
+        return _is_renaming(self._map.by_name[name])
+
+    def _is_same(self, name: str) -> bool:
+        return self._is_renamed(name) and self._paths(name) == (name,)
+
+    def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
+        return any(self.source.has(phase, step, path, rank, use) for path in self._paths(name))
+
+    def is_sketched(self, phase: str, step: int, name: str, use: str = "") -> bool:
+        return any(self.source.is_sketched(phase, step, path, use) for path in self._paths(name))
+
+    def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
+        paths = self._paths(name)
+        found = [run for path in paths for run in self.source.runs(phase, step, path, use)]
+        is_whole = self._is_renamed(name) and (phase in WHOLE_ON_RANK or self.source.manifest.detail == SKETCH)
+        if is_whole or name in self._kept or not found:
+            return found
+        dtype, what = found[0].dtype, (phase, name, use)
+        if phase in WHOLE_ON_RANK:
+            numel, ranks = self.manifest.params[name].numel, dict.fromkeys(run.rank for run in found)
+            return [_MappedRun(rank, 0, numel, dtype, name, what=what) for rank in ranks]
+        layout, shard = self._layout(name), self.manifest.mesh.shard
+        return [
+            _MappedRun(rank, piece.param_start, piece.param_stop, dtype, name, what=what)
+            for rank in range(self.manifest.world_size)
+            for piece in layout.pieces(rank % shard)
+            if piece.name == name
+        ]
+
+    def _layout(self, name: str) -> Layout:
+        return next(layout for _, layout in self.manifest.units if any(param.name == name for param in layout.params))
+
+    def elements(self, step: int, run: Run) -> np.ndarray:
+        if not isinstance(run, _MappedRun):
+            return self.source.elements(step, run)
+        phase, name, use = run.what
+        whole = self._rearranged(phase, step, name, use, run.rank)
+        return np.ascontiguousarray(whole).reshape(-1)[run.start : run.stop]
+
+    def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
+        if self._is_renamed(name):
+            return self.source.full(phase, step, self._paths(name)[0], use=use, replica=replica)
+        return self._rearranged(phase, step, name, use, replica * self.manifest.mesh.shard)
+
+    def _rearranged(self, phase: str, step: int, name: str, use: str, rank: int) -> np.ndarray:
+        """A whole parameter, or a tensor of its shape, of one rank."""
+        shared = rank if phase in WHOLE_ON_RANK else rank // self.manifest.mesh.shard
+        key = (phase, step, name, use, shared)
+        if key not in self._arrays:
+            parts = [self._part(phase, step, path, use, rank) for path in self._paths(name)]
+            if len(self._arrays) >= _KEPT:
+                self._arrays.pop(next(iter(self._arrays)))
+            self._arrays[key] = self._map.by_name[name].to_canonical(*parts)
+        return self._arrays[key]
+
+    def _part(self, phase: str, step: int, path: str, use: str, rank: int) -> np.ndarray:
+        spec = self.source.manifest.params[path]
+        if not self.source.has(phase, step, path, use=use):
+            return np.zeros(spec.shape, numpy_dtype(spec.dtype))  # as a gradient of None (R29)
+        if phase not in WHOLE_ON_RANK:
+            return self.source.full(phase, step, path, use=use, replica=rank // self.manifest.mesh.shard)
+        run = self.source.own_run(phase, step, rank, path)
+        if run is None:
+            return np.zeros(spec.shape, numpy_dtype(spec.dtype))
+        return self.source.elements(step, run).reshape(spec.shape)
+
+    def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
+        if not self._is_same(name):
+            raise _sketched(self.source, name)
+        return self.source.sketch(phase, step, name, use=use, replica=replica)
+
+    def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
+        if self._is_same(name):
+            return self.source.sketch_of(step, name, run)
+        if run.sketch is not None:
+            raise _sketched(self.source, name)
+        return sketches_of(name, [self.elements(step, run)], run.start)[0]
+
+    def state_slots(self, step: int, name: str) -> tuple[str, ...]:
+        return tuple(sorted({slot for path in self._paths(name) for slot in self.source.state_slots(step, path)}))
+
+    def count(self, step: int, name: str) -> float | None:
+        return next((count for path in self._paths(name) if (count := self.source.count(step, path)) is not None), None)
+
+    # Activations
+
+    def activations(self, step: int) -> list[tuple[int, str, str]]:
+        """The activations that have a counterpart, by its name, in the order of the recording."""
+        back: dict[Of, list[Of]] = {}
+        for of, (theirs, _) in self._given.items():
+            back.setdefault(theirs, []).append(of)
+        return [
+            (microbatch, *of)
+            for microbatch, module, use in self.source.activations(step)
+            for of in back.get((module, use), ())
+            if of == (module, use) or self.source.activation_sketch(step, 0, microbatch, module, use) is None
+        ]
+
+    def activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> np.ndarray:
+        of, form = self._given[module, use]
+        array = self.source.activation(step, rank, microbatch, *of)
+        if form is not None and form.fits(array.shape):
+            array = form(array)
+        return channels_first(array) if (module, use) in self._moved else array
+
+    def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
+        of, form = self._given[module, use]
+        shape = self.source.activation_shape(step, rank, microbatch, *of)
+        if form is not None and form.fits(shape):
+            shape = form.shape(shape)
+        return channels_first_shape(shape) if (module, use) in self._moved else shape
+
+    def activation_order(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Order:
+        of, form = self._given[module, use]
+        if form is not None or (module, use) in self._moved:
+            return Order.TORCH
+        return self.source.activation_order(step, rank, microbatch, *of)
+
+    def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
+        of, _ = self._given[module, use]
+        if of != (module, use):
+            return None  # `activations` has none that is a sketch
+        source = self.source.with_channels_first(self._moved & {of})
+        return source.activation_sketch(step, rank, microbatch, *of)
+
+    def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
+        return self.source.activation_operator(step, rank, microbatch, *self._given[module, use][0])
+
+
+def mapped(recording: Recording, param_map: ParamMap, like: Manifest, activations: Activations) -> MappedRecording:
+    """A view of a recording whose parameters and modules have the names of another recording.
+
+    Args:
+        param_map: names of the other recording, and as paths the names of this one. Parameters that it lacks keep their names.
+        like: manifest of the other recording.
+        activations: those that have a counterpart.
+
+    Raises:
+        MappingError: the map has paths that the recording lacks, or does not fit their shapes.
+    """
+    params = recording.manifest.params
+    if unknown := [path for path in param_map.by_path if path not in params]:
+        raise MappingError(
+            f"{recording.directory}: the map has paths that are no parameters of this recording: {unknown[:4]}; expected names "
+            f"such as {list(params)[:4]}"
+        )
+    others = [name for name in params if name not in param_map.by_path]
+    complete = ParamMap((*param_map.entries, *identity_map(others).entries))
+    manifest = replace(
+        recording.manifest,
+        param_map=complete,
+        units=tuple(_units(recording.manifest, complete, like)),
+        settings=_settings(recording.manifest.settings, complete, activations),
+    )
+    return MappedRecording(recording, manifest, complete, activations)
+
+
+def _kept(manifest: Manifest, param_map: ParamMap) -> frozenset[str]:
+    """The parameters of units whose layout is kept, since only the names of their parameters differ."""
+    units = ([param_map.by_path[param.name] for param in layout.params] for _, layout in manifest.units)
+    return frozenset(entry.name for entries in units if all(map(_is_renaming, entries)) for entry in entries)
+
+
+def _is_renaming(entry: MapEntry) -> bool:
+    return entry.pattern is None and len(entry.paths) == 1
+
+
+def _units(manifest: Manifest, param_map: ParamMap, like: Manifest) -> Iterable[tuple[str, Layout]]:
+    """The units with the names of another recording, the root first."""
+    specs = {entry.name: _spec(manifest, entry, like) for entry in param_map.entries}
+    kept = _kept(manifest, param_map)
+    found: list[tuple[str, Layout]] = []
+    for unit, layout in manifest.units:
+        names = [param_map.by_path[param.name].name for param in layout.params]
+        if kept.issuperset(names):
+            units = {_unit_of(name, like) for name in names}
+            params = tuple(specs.pop(name) for name in names)
+            found.append((units.pop() if len(units) == 1 else unit, layout_from_json(layout.to_json(), params)))
+    by_unit: dict[str, list[ParamSpec]] = {}
+    for name, spec in specs.items():
+        by_unit.setdefault(_unit_of(name, like), []).append(spec)
+    for unit, members in by_unit.items():
+        found += [(unit, layout) for layout in layouts_by_rows(members, manifest.mesh.shard)]
+    order = {unit: place for place, (unit, _) in reversed(list(enumerate(like.units)))}
+    return sorted(found, key=lambda each: order.get(each[0], len(order)))
+
+
+def _unit_of(name: str, like: Manifest) -> str:
+    if name in like.unit_of:
+        return like.unit_of[name]
+    return enclosing_unit(name.rpartition(".")[0], like.unit_names)
+
+
+def _spec(manifest: Manifest, entry: MapEntry, like: Manifest) -> ParamSpec:
+    specs = [manifest.params[path] for path in entry.paths]
+    other = like.params.get(entry.name)
+    aliases = other.aliases if other is not None and any(spec.aliases for spec in specs) else ()
+    return ParamSpec(
+        entry.name,
+        entry.canonical_shape(*(spec.shape for spec in specs)),
+        specs[0].dtype,
+        aliases,
+        all(spec.requires_grad for spec in specs),
+    )
+
+
+def _settings(settings: Mapping[str, Any], param_map: ParamMap, activations: Activations) -> dict[str, Any]:
+    """The settings with the names of parameters and modules changed."""
+    found = dict(settings)
+    if groups := settings.get(GROUPS):
+        found[GROUPS] = [group | {"params": _names_in(group["params"], param_map)} for group in groups]
+    if modules := settings.get(PER_RANK):
+        back = {theirs[0]: ours[0] for ours, (theirs, _) in activations.items()}
+        found[PER_RANK] = [back.get(module, module) for module in modules]
+    return found
+
+
+def _names_in(paths: Collection[str], param_map: ParamMap) -> list[str]:
+    return [entry.name for entry in param_map.entries if set(entry.paths) & set(paths)]
+
+
+def _sketched(recording: Recording, name: str) -> RecordingError:
+    return RecordingError(
+        f"{recording.directory}: {name!r} was recorded as a sketch, which depends on the parameter's name; record again in full "
+        "(detail='full'), or with the map (Recorder(..., param_map=ParamMap.load(...)))"
+    )

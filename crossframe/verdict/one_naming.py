@@ -1,0 +1,114 @@
+"""Gives two recordings the same names, if their parameters have different ones.
+
+The names are those of torch, or of the first recording. The map between the parameters is the user's, or else it is derived from
+the initial values of both recordings (`crossframe.alignment`).
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossframe.alignment import align, match_activations
+from crossframe.alignment.models import read_recorded
+from crossframe.errors import MappingError, RecordingError
+from crossframe.param_map import ParamMap
+from crossframe.quoting import quote, quote_error
+from crossframe.recording import Recording
+from crossframe.recording.mapped import MappedRecording, mapped
+from crossframe.verdict.measure.comparable import labels
+
+_MOST = 3
+"""The number of undecided parameters that are named."""
+
+
+@dataclass(frozen=True)
+class OneNaming:
+    """Two recordings with the same names.
+
+    Attributes:
+        a, b: the recordings, one of them a view if their names differ.
+        note: how the names were matched, as a sentence; "" if they are the same.
+        problem: why they could not be matched, as a clause, or "".
+    """
+
+    a: Recording
+    b: Recording
+    note: str = ""
+    problem: str = ""
+
+
+@functools.lru_cache(maxsize=4)
+def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None) -> OneNaming:
+    """Views of two recordings whose parameters and modules have the same names.
+
+    Args:
+        param_map: names of one recording, and as paths the names of the other one; None: if the recordings share fewer than half
+            of their names, the map is derived from the initial values.
+
+    Raises:
+        MappingError: the map does not fit the recordings.
+    """
+    if param_map is not None:
+        return _by_map(a, b, param_map)
+    ours, theirs = a.manifest.params, b.manifest.params
+    if 2 * len(ours.keys() & theirs.keys()) >= min(len(ours), len(theirs)):
+        return OneNaming(a, b)
+    swapped = a.manifest.framework != "torch" == b.manifest.framework
+    first, second = (b, a) if swapped else (a, b)
+    try:
+        (values, gradients), (other_values, other_gradients) = read_recorded(first), read_recorded(second)
+    except RecordingError as error:
+        return OneNaming(a, b, problem=f"the parameters have different names; {_HELP}: {quote_error(error)}")
+    found = align(values, other_values, (gradients, other_gradients))
+    num, all_names = len(found.param_map.entries), len(values)
+    if found.undecided:
+        open_ones = [", ".join((*each.names, *each.paths)) for each in found.undecided]
+        return OneNaming(
+            a,
+            b,
+            problem=f"the parameters have different names, and their values match {num} of {all_names}; undecided are "
+            f"{_listed(open_ones)}; {_HELP}",
+        )
+    name = labels(first, second)[0]
+    note = f"{num} parameters with other names were matched by their values; the names are those of {name}; see crossframe map"
+    return _viewed(first, second, found.param_map, swapped=swapped, note=note)
+
+
+_HELP = (
+    "crossframe map lists what would decide them and writes a map that can be edited, for crossframe compare --map; models "
+    "with other initial values need a map"
+)
+
+
+def _by_map(a: Recording, b: Recording, param_map: ParamMap) -> OneNaming:
+    sides = [recording.manifest.params.keys() for recording in (a, b)]
+    names, paths = param_map.by_name.keys(), param_map.by_path.keys()
+    if names <= sides[0] and paths <= sides[1]:
+        return _viewed(a, b, param_map, swapped=False, note=_GIVEN.format(labels(a, b)[0]))
+    if names <= sides[1] and paths <= sides[0]:
+        return _viewed(b, a, param_map, swapped=True, note=_GIVEN.format(labels(a, b)[1]))
+    unknown = sorted(names - sides[0]), sorted(paths - sides[1])
+    what = f"names {quote(unknown[0][:_MOST])}" if unknown[0] else f"paths {quote(unknown[1][:_MOST])}"
+    recording = a if unknown[0] else b
+    raise MappingError(
+        f"the map has {what}, which {recording.directory} lacks; expected names such as "
+        f"{quote(list(recording.manifest.params)[:_MOST])}"
+    )
+
+
+_GIVEN = "the names are those of {}, by the given map"
+
+
+def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped: bool, note: str) -> OneNaming:
+    view: Recording = mapped(second, param_map, first.manifest, match_activations(first, second, param_map))
+    return OneNaming(view, first, note) if swapped else OneNaming(first, view, note)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"{'; '.join(names[:_MOST])}{more}"
+
+
+def unit_in_source(recording: Recording, unit: str) -> str:
+    """The name of a unit in the program that made a recording."""
+    return recording.units_in_source.get(unit, unit) if isinstance(recording, MappedRecording) else unit

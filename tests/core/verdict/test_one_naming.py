@@ -1,0 +1,98 @@
+"""Recordings with different names: compared by a map, or by one that is derived from their values."""
+
+import pytest
+
+from crossframe.errors import MappingError, RecordingError
+from crossframe.param_map import MapEntry, ParamMap, identity_map
+from crossframe.verdict import Verdict, compare
+from crossframe.verdict.one_naming import in_one_naming
+from tests.core.helpers import synthetic
+from tests.core.helpers.translated import translate
+
+PATHS = {"embed": "tok.table", "bias": "tok.shift", "block.w": "layer.kernel", "block.k_bias": "layer.shift"}
+MODULES = {"": "", "block": "layer"}
+MAP = ParamMap(
+    tuple(MapEntry(name, path, "a b -> b a" if name in ("embed", "block.w") else None) for name, path in PATHS.items())
+)
+
+
+def transposed(name, array):
+    return array.T if array.ndim == 2 else array
+
+
+def pair(folder, *, world_size=2, other=None, **options):
+    """A recording, and another one with other names; `other` changes what the second one recorded."""
+    made = synthetic.manifest(world_size)
+    first = synthetic.record(folder / "a", made)
+    source = first if other is None else synthetic.record(folder / "source", made, tamper=other)
+    options = {"params": transposed, "modules": MODULES} | options
+    return first, translate(source, folder / "b", PATHS, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("given", [MAP, None], ids=["map", "values"])
+def test_other_names_and_dims_compare_as_equal(tmp_path, given, world_size):
+    a, b = pair(tmp_path, world_size=world_size)
+    found = compare(a, b, param_map=given)
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert (
+        "by the given map" if given else "4 parameters with other names were matched by their values"
+    ) in found.notes[0]
+    assert any(each.name == "output of block" for each in found.judged)
+    assert {each.name for each in found.judged if each.phase == "backward"} == set(PATHS)
+    # In the other order the names are still those of torch.
+    assert {each.name for each in compare(b, a, param_map=given).judged if each.phase == "update"} == set(PATHS)
+
+
+def test_a_fault_is_located_by_the_names_of_torch(tmp_path):
+    fault = synthetic.only("reduce", "block.w", lambda array: array * 1.5, rank=1)
+    found = compare(*pair(tmp_path, other=fault))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None
+    assert (where.phase, where.parameter, where.unit) == ("reduce", "block.w", "block")
+    wrong = synthetic.only("output", "block", lambda array: array + 1)
+    (tmp_path / "other").mkdir()
+    where = compare(*pair(tmp_path / "other", other=wrong)).first_divergence
+    assert where is not None and (where.event, where.module) == ("output", "block")
+
+
+def test_an_activation_in_another_order_of_dims_is_compared(tmp_path):
+    found = compare(*pair(tmp_path, activations=lambda name, array: array.T[:, :, None]))
+    assert found.verdict is Verdict.EQUAL and not any("shape" in note for note in found.notes)
+    assert any(each.name == "output of block" for each in found.judged)
+
+
+def test_other_initial_values_need_a_map(tmp_path):
+    a, b = pair(tmp_path, other=lambda *args: args[-1] + 1 if args[0] == "parameters" else args[-1])
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCOMPARABLE and "crossframe map" in found.reason and "--map" in found.reason
+    assert compare(a, b, param_map=MAP).first_divergence.phase == "parameters"
+
+
+def test_a_map_that_does_not_fit_is_refused(tmp_path):
+    a, b = pair(tmp_path)
+    with pytest.raises(MappingError, match=r"names .*wrong.* which .* lacks"):
+        compare(a, b, param_map=ParamMap((MapEntry("wrong", "tok.table"),)))
+    with pytest.raises(MappingError, match="does not fit shape"):
+        compare(a, b, param_map=ParamMap((MapEntry("embed", "tok.table", "a b=2 -> (a b)"),)))
+    # Of a map without some parameters these are named.
+    found = compare(a, b, param_map=ParamMap(MAP.entries[1:]))
+    assert found.verdict is Verdict.INCOMPARABLE and "'embed' is only in torch" in found.reason
+
+
+def test_sketches_of_other_names_are_not_compared(tmp_path, monkeypatch):
+    units = {"": {"embed": (40, 30), "bias": (3,)}, "block": {"block.w": (5, 3), "block.k_bias": (3,)}}
+    monkeypatch.setattr(synthetic, "UNITS", units)
+    monkeypatch.setattr(synthetic, "SHAPES", {name: shape for unit in units.values() for name, shape in unit.items()})
+    made = synthetic.manifest(1, param_map=identity_map(synthetic.SHAPES))
+    a = synthetic.record(tmp_path / "a", made)
+    b = translate(a, tmp_path / "b", PATHS, params=transposed, modules=MODULES, detail="sketch")
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCOMPARABLE and "detail='full'" in found.reason
+    with pytest.raises(RecordingError, match="'embed' was recorded as a sketch, which depends on the parameter's name"):
+        compare(a, b, param_map=MAP)
+    assert in_one_naming(a, b, MAP).b.recorded_steps() == ()
+    # A parameter with the same name in both is compared by its sketch.
+    same = translate(a, tmp_path / "same", PATHS | {"embed": "embed"}, modules=MODULES, detail="sketch")
+    others = ParamMap(tuple(MapEntry(name, path) for name, path in PATHS.items() if name != "embed"))
+    assert compare(a, same, param_map=others).verdict is Verdict.EQUAL
