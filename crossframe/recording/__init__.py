@@ -12,7 +12,7 @@ from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import WHOLE, Sketch
-from crossframe.recording.writer import RecordingWriter
+from crossframe.recording.writer import RecordingWriter, SilentWriter
 
 __all__ = [
     "WHOLE",
@@ -21,6 +21,7 @@ __all__ = [
     "Recording",
     "RecordingWriter",
     "Schedule",
+    "SilentWriter",
     "Sketch",
     "create_recording",
 ]

@@ -479,3 +479,39 @@ def _identity(file: Path) -> tuple[int, ...] | None:
 def _number(value: float) -> float | str:
     """A number as in a line: JSON cannot represent numbers that are not finite."""
     return float(value) if math.isfinite(value) else repr(float(value))
+
+
+class SilentWriter(RecordingWriter):
+    """Writes nothing: the writer of a rank that computes one replica together with another rank, which writes for both. It asks
+    for the same steps as that rank's writer."""
+
+    def __init__(self, directory: str | Path, manifest: Manifest, rank: int) -> None:
+        self.manifest, self.rank = manifest, rank
+        self._step, self._dense_until = 0, 0
+
+    def _add(self, event: str, fields: dict[str, Any], once: str = "") -> None:
+        """Nothing."""
+
+    def activation(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def counts(self, step: int, counts: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def _whole(self, phase: str, what: str, step: int, unit: str, arrays: Mapping[str, np.ndarray | Sketch]) -> None:
+        """Nothing."""
+
+    def _put(self, phase: str, step: int, unit: str, pieces: Pieces, slot: str = "") -> None:
+        """Nothing."""
+
+    def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
+        """Go to the next step."""
+        self._step = step + 1
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing."""

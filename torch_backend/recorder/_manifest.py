@@ -20,6 +20,7 @@ from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
+from torch_backend.recorder._model_ranks import full, set_full
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import class_name, innermost, named_modules
 
@@ -30,6 +31,11 @@ _TITLE = "beginning of a recording"
 def move(view: ModelView, perturbed_run: int) -> None:
     """Set this rank's shards to the initial values of a perturbed run."""
     for held in view.held:
+        if held.divided:
+            values = to_numpy(full(held.param.detach()))
+            away = perturbed_values(held.name, values.reshape(-1), perturbed_run, 0).view(_carrier(values.itemsize))
+            set_full(held.param.detach(), torch.from_numpy(away).view(held.param.dtype).view(held.param.shape))
+            continue
         here = held.of(held.param)
         if here.numel():
             values = to_numpy(here)
@@ -211,16 +217,18 @@ def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool)
     subjects = [(f"unit {unit['name']!r}", {"layout": str(unit)}) for unit in fields["units"]]
     run = {name: str(fields[name]) for name in ("model", "dtype", "mesh", "schedule", "detail", "learning_rate")}
     try:
-        if view.rank == 0:
+        if view.rank == 0 and view.writes:
             create_recording(path, manifest, overwrite=overwrite)
         agree(view.groups, _TITLE, [("run", run), *subjects], advice="record the same run on every rank")
-        made = manifest if view.rank == 0 else Manifest.read(path)
+        made = manifest if view.rank == 0 and view.writes else Manifest.read(path)
         advice = (
             "another job has begun to record into the same directory, or ranks see different disks; record into another"
         )
         agree(view.groups, _TITLE, [(f"{path / MANIFEST_NAME}", {"token": made.token})], advice=advice)
         return made
     except Exception as error:
-        if view.rank == 0 and not isinstance(error, RuntimeError):  # not an error that the other ranks already have
+        if (
+            view.rank == 0 and view.writes and not isinstance(error, RuntimeError)
+        ):  # not an error that the other ranks already have
             withdraw(view.groups, _TITLE, error)
         raise

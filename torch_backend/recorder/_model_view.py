@@ -19,6 +19,7 @@ from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
+from torch_backend.recorder._model_ranks import ModelRanks, full
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
@@ -41,6 +42,7 @@ class Held:
         start, stop: which elements, the parameter taken as one row-major line.
         param: what the optimizer has of it: the parameter, or a flat one of which it is a part.
         part: where in that, or None if `param` is this parameter's alone.
+        divided: whether model ranks have parts of it, which are gathered; see [Note: model ranks].
     """
 
     unit: str
@@ -49,9 +51,12 @@ class Held:
     stop: int
     param: Tensor
     part: tuple[int, int] | None = None
+    divided: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
+        if self.divided:
+            return full(tensor.detach()).reshape(-1)[self.start : self.stop]
         local = local_of(tensor.detach()).reshape(-1)
         return local if self.part is None else local[self.part[0] : self.part[1]]
 
@@ -94,8 +99,18 @@ class ModelView:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that join the ranks: first that of the shards, then that of the replicas."""
+        """The process groups that join the ranks: of the shards, of the replicas, and of the model ranks."""
         return self.engine.groups
+
+    @property
+    def model_ranks(self) -> ModelRanks | None:
+        """The ranks that compute this replica together; None: this rank alone."""
+        return self.engine.model_ranks
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the recording of its place on the mesh."""
+        return self.model_ranks is None or self.model_ranks.is_first
 
     @property
     def strategy(self) -> Strategy:
@@ -111,7 +126,7 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
-        UnsupportedError: tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
+        UnsupportedError: FSDP1 over tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
     """
     places = list(module_tree.named_modules(model))
     if units_in(model):
@@ -158,7 +173,9 @@ def _view(model: nn.Module, places: Sequence[module_tree.NamedModule], engine: E
         MeshSpec(shard=num_shards, replicate=num_replicas),
         replica * num_shards + shard,
         tuple((bucket.unit, bucket.layout) for bucket in engine.buckets),
-        tuple(each for bucket in engine.buckets for each in _held(bucket, shard)),
+        tuple(
+            each for bucket in engine.buckets for each in _held(bucket, shard, divided=engine.model_ranks is not None)
+        ),
         read,
         {module: name for name, module in by_name.items() if name in wanted},
         entries,
@@ -167,7 +184,7 @@ def _view(model: nn.Module, places: Sequence[module_tree.NamedModule], engine: E
     )
 
 
-def _held(bucket: Bucket, shard: int) -> Iterator[Held]:
+def _held(bucket: Bucket, shard: int, *, divided: bool) -> Iterator[Held]:
     """This rank's pieces where the layout says they lie; UnsupportedError where the tensors say otherwise."""
     pieces = {piece.name: piece for piece in bucket.layout.pieces(shard)}
     for i, spec in enumerate(bucket.layout.params):
@@ -182,7 +199,10 @@ def _held(bucket: Bucket, shard: int) -> Iterator[Held]:
             part = (piece.shard_start, piece.shard_stop) if piece else (0, 0)
             held = Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
         else:
-            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i])
+            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i], divided=divided)
+        if divided:
+            yield held
+            continue
         if held.of(held.param).numel() != stop - start or bucket.stated_range(i) not in (None, (start, stop)):
             raise UnsupportedError(
                 f"parameter {spec.name!r}, rank {shard} of its shard group: the core's layout has elements {start}:{stop} "

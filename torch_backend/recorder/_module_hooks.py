@@ -217,9 +217,14 @@ class Watch:
         at = (self.microbatches, name, use)
         found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype) in FLOATING), None)
         # Of a module that is called several times in a forward the first call is recorded.
-        if found is not None and _is_plain(found) and at not in self._seen:
+        if found is not None and self._is_recorded(found) and at not in self._seen:
             self._seen.add(at)
             self._report(self._sink.activation, self.microbatches - 1, name, use, found.detach(), operator_of(found))
+
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        return _is_plain(tensor) or (
+            isinstance(tensor, DTensor) and self._view is not None and self._view.model_ranks is not None
+        )
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""

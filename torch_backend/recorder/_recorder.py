@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
-from crossframe.recording import Manifest, RecordingWriter, Schedule
+from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.perturbed_runs import perturbed_run_number
@@ -297,7 +297,7 @@ class Recorder(Sink, Listener):
                 manifest = created(self._path, manifest, view, overwrite=self._overwrite)
             elif manifest.units != view.units or manifest.mesh != view.mesh:
                 raise UsageError("the layouts that the manifest has are not those of the model")
-            writer = RecordingWriter(self._path, manifest, view.rank)
+            writer = (RecordingWriter if view.writes else SilentWriter)(self._path, manifest, view.rank)
             self._keeper = Keeper(view, writer)
             self._keeper.initial()
             self._begin_step()
@@ -311,7 +311,7 @@ class Recorder(Sink, Listener):
             self._write_waiting()
         self._forget()
         if self._trace is not None and self._request is not None:
-            asked = (self._step, self._view.rank) == (self._request.step, self._request.rank)
+            asked = self._view.writes and (self._step, self._view.rank) == (self._request.step, self._request.rank)
             self._trace.begin_step(active=asked)
         self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
 

@@ -17,15 +17,16 @@ from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.unit_assignment import enclosing_unit
 from torch_backend.compat._dtypes import dtype_name, name_or_none
-from torch_backend.engine._unit_tree import named_units
+from torch_backend.engine._unit_tree import NamedUnit, named_units
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder import _module_tree as module_tree
+from torch_backend.recorder._model_ranks import ModelRanks
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
 
 
-_NO_TENSOR_PARALLELISM = "tensor parallelism is not recorded, only a mesh of (shard,) or (replicate, shard)"
+_DIVIDED_FSDP1 = "tensor parallelism is recorded under fully_shard and without FSDP, not under FullyShardedDataParallel"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Engine:
         reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
         compute_dtype: None: that of the parameters.
         names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
+        model_ranks: the ranks that compute this replica together; None: this rank alone.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Engine:
     reads_all_at_once: bool = False
     compute_dtype: str | None = None
     names: Callable[[], dict[str, str]] | None = None
+    model_ranks: ModelRanks | None = None
 
     def entries_of(self, bucket: Bucket) -> Sequence[str]:
         """The modules on whose entry a bucket's parameters can be read in full."""
@@ -94,10 +97,12 @@ def ours(model: nn.Module) -> Engine:
     first = named[0].unit
     if any(each.unit.mesh.spec != first.mesh.spec for each in named):
         raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
-    buckets = []
     for unit in named:
         unit.check_whole()
-        unit.unit.refuse_tensor_parallelism(_NO_TENSOR_PARALLELISM)
+    if any(param is not None for unit in named for each in unit.buckets for param in each.bucket.registrar.tp_params):
+        return _ours_divided(model, named)
+    buckets = []
+    for unit in named:
         for each in unit.buckets:
             registrar = each.bucket.registrar
             places: list[list[Registered]] = [[] for _ in each.params]
@@ -158,7 +163,7 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     names = [prefix + canonical_name(each) for each in flat._fqns]
     for each, extension in zip(names, flat._param_extensions, strict=True):
         if extension is not None:
-            raise UnsupportedError(f"parameter {each!r} is a part of a DTensor: {_NO_TENSOR_PARALLELISM}")
+            raise UnsupportedError(f"parameter {each!r} is a part of a DTensor: {_DIVIDED_FSDP1}")
     places: list[list[Registered]] = [[(info.module, info.param_name)] for info in flat._param_infos]
     order = {(id(info.module), info.param_name): i for i, info in enumerate(flat._param_infos)}
     aliases: list[list[str]] = [[] for _ in names]
@@ -192,55 +197,109 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
 def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's fully_shard: each parameter is a DTensor, and belongs to the unit of the nearest module that was sharded."""
     params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
-    meshes = {param.device_mesh: param for param, _, _ in params.values()}
-    if len(meshes) != 1:
-        raise UnsupportedError("parameters of one model on several device meshes cannot be recorded")
-    mesh = next(iter(meshes))
-    for name, (param, _, _) in params.items():
-        *before, last = param.placements
-        if (
-            len(before) > 1
-            or any(type(each) is not Replicate for each in before)
-            or type(last) not in (Shard, Replicate)
-        ):
-            raise UnsupportedError(f"parameter {name!r} has placements {param.placements}: {_NO_TENSOR_PARALLELISM}")
-    is_sharded = any(type(param.placements[-1]) is Shard for param, _, _ in params.values())
-    shards = mesh.get_group(mesh.ndim - 1) if is_sharded else None
-    replicas = mesh.get_group(0) if mesh.ndim > 1 or not is_sharded else None
-    size = _place_in(shards)[1]
     # Modules that were sharded together have one state.
     states: dict[int, tuple[Any, list[str]]] = {}
     for place in found:
         sharded: Any = place.module
         state = sharded._get_fsdp_state()
         states.setdefault(id(state), (state, []))[1].append(place.name)
+    groups = [group for state, _ in states.values() if (group := getattr(state, "_fsdp_param_group", None)) is not None]
+    infos = {group.mesh_info.mesh: group.mesh_info for group in groups}
+    if len(infos) != 1:
+        raise UnsupportedError("parameters of one model on several data-parallel meshes cannot be recorded")
+    [(mesh, info)] = infos.items()
+    shards = None if info.shard_mesh_dim is None else mesh.get_group(info.shard_mesh_dim)
+    replicas = None if info.replicate_mesh_dim is None else mesh.get_group(info.replicate_mesh_dim)
     units = [tuple(names) for _, names in states.values()]
+    policies = [policy for state, _ in states.values() if (policy := getattr(state, "_mp_policy", None))]
+    compute_dtype = name_or_none(policies[0].param_dtype) if policies else None
+    strategy = _strategy(_place_in(shards)[1], _place_in(replicas)[1], keeps=False)
+    if any(param.device_mesh.size() != mesh.size() for param, _, _ in params.values()):
+        return _divided("torch FSDP2", params, units, shards, replicas, strategy, compute_dtype)
     buckets = []
     for (modules, dtype), members in _by_unit(params, units).items():
         specs, dims = _specs(params, members, dtype), tuple(_dim(params[name][0]) for name in members)
-        layout = PerParamLayout(specs, size, dims)
+        layout = PerParamLayout(specs, _place_in(shards)[1], dims)
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    policies = [policy for state, _ in states.values() if (policy := getattr(state, "_mp_policy", None))]
     return Engine(
         "torch FSDP2",
-        _strategy(size, _place_in(replicas)[1], keeps=False),
+        strategy,
         _place_in(replicas),
         _place_in(shards),
         tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
         buckets,
-        compute_dtype=name_or_none(policies[0].param_dtype) if policies else None,
+        compute_dtype=compute_dtype,
+    )
+
+
+def _ours_divided(model: nn.Module, named: Sequence[NamedUnit]) -> Engine:
+    """Ours over tensor parallelism."""
+    first = named[0].unit
+    if first.options.api is Api.FSDP1:
+        raise UnsupportedError(_DIVIDED_FSDP1)
+    mesh, params = first.mesh, _registrations(model)
+    for name, (param, _, _) in params.items():
+        if not isinstance(param, DTensor):
+            raise UnsupportedError(
+                f"parameter {name!r} is a {type(param).__name__}; over tensor parallelism, the layout per_param is recorded"
+            )
+    shards, replicas = (group.group if group.size > 1 else None for group in (mesh.shards, mesh.replicas))
+    return _divided(
+        "crossframe FSDP2",
+        params,
+        [tuple(unit.paths) for unit in named],
+        shards,
+        replicas,
+        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
+        name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None,
+    )
+
+
+def _divided(
+    name: str,
+    params: dict[str, Any],
+    units: Sequence[tuple[str, ...]],
+    shards: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
+    strategy: Strategy,
+    compute_dtype: str | None,
+    *,
+    reads_all_at_once: bool = False,
+) -> Engine:
+    """Several ranks compute a replica together; see [Note: model ranks]. The layout is that of full parameters over the
+    data-parallel ranks.
+
+    Args:
+        units: of each unit but the root the names of its modules.
+        shards, replicas: the data-parallel groups of this rank; None: one rank.
+    """
+    replica, shard = _place_in(replicas), _place_in(shards)
+    buckets = []
+    for (modules, dtype), members in _by_unit(params, units).items():
+        layout = PerParamLayout(_specs(params, members, dtype), shard[1], (0,) * len(members))
+        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
+        buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
+    model_ranks = ModelRanks(replica[0], shard[0])
+    groups = (shards, replicas, model_ranks.group)
+    return Engine(
+        name,
+        strategy,
+        replica,
+        shard,
+        tuple(group for group in groups if group is not None and group.size() > 1),
+        buckets,
+        reads_all_at_once=reads_all_at_once,
+        compute_dtype=compute_dtype,
+        model_ranks=model_ranks,
     )
 
 
 def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
-    """Every rank has the whole model: DistributedDataParallel, or the user averages gradients, or there is one rank."""
+    """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank."""
     params = _registrations(model)
-    for name, (param, _, _) in params.items():
-        if isinstance(param, DTensor):
-            raise UnsupportedError(
-                f"parameter {name!r} is a DTensor that no FSDP made: this parallelism is not recorded"
-            )
+    if any(isinstance(param, DTensor) for param, _, _ in params.values()):
+        return _tensor_parallel(model, params, unit_names)
     group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -258,6 +317,37 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
         () if alone else (group,),  # type: ignore[arg-type]
         buckets,
         reads_all_at_once=True,
+    )
+
+
+def _tensor_parallel(model: nn.Module, params: dict[str, Any], unit_names: set[str]) -> Engine:
+    """Tensor parallelism alone, on one device mesh. Axes over which no parameter is sharded are those of replicas."""
+    if module_tree.is_ddp(model):
+        raise UnsupportedError(
+            "DTensors under DistributedDataParallel are not recorded; use fully_shard over the data-parallel axis"
+        )
+    meshes = {param.device_mesh for param, _, _ in params.values() if isinstance(param, DTensor)}
+    if len(meshes) > 1:
+        raise UnsupportedError(
+            f"parameters on {len(meshes)} device meshes and no FSDP are not recorded; use one mesh with names"
+        )
+    mesh = meshes.pop()
+    divided = {
+        axis
+        for param, _, _ in params.values()
+        if isinstance(param, DTensor)
+        for axis, placement in enumerate(param.placements)
+        if not isinstance(placement, Replicate)
+    }
+    data = [axis for axis in range(mesh.ndim) if axis not in divided and mesh.size(axis) > 1]
+    if len(data) > 1:
+        raise UnsupportedError(
+            f"no parameter is sharded over the axes {data} of the mesh; one such axis, of replicas, is recorded"
+        )
+    replicas = mesh.get_group(data[0]) if data else None
+    units = [(name,) for name in unit_names]
+    return _divided(
+        "tensor parallelism", params, units, None, replicas, Strategy.NO_SHARD, None, reads_all_at_once=True
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
 from crossframe.recording.event_format import COUNT, activation_key
 from torch_backend.compat._dtypes import to_numpy
+from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
 from torch_backend.recorder._sketch import sketches_of
@@ -28,6 +29,7 @@ class Keeper:
         self._view, self.writer = view, writer
         self._params = {id(held.param) for held in view.held}
         self._specs = writer.manifest.params
+        self._modules = {name: module for module, name in view.watched.items()}
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         """Whether any of an optimizer's parameters belong to the model."""
@@ -59,6 +61,11 @@ class Keeper:
 
     def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         """Record the input or output of a module, and the operator that computed it."""
+        if (ranks := self._view.model_ranks) is not None:
+            gathered = ranks.whole(value, self._modules.get(module))
+            if gathered is None:
+                return
+            value = gathered
         kept = self._kept(activation_key(use, microbatch, module), value.numel(), [value], 0)[0]
         self.writer.activation(
             step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
@@ -110,7 +117,7 @@ class Keeper:
     def _by_unit(self) -> list[tuple[str, list[Held]]]:
         found: dict[str, list[Held]] = {}
         for held in self._view.held:
-            if held.stop > held.start:
+            if held.divided or held.stop > held.start:
                 found.setdefault(held.unit, []).append(held)
         return list(found.items())
 
@@ -128,6 +135,7 @@ class Keeper:
         return self._specs[held.name].numel
 
     def _whole(self, name: str, value: Tensor) -> np.ndarray | Sketch:
+        value = full(value)
         return _shaped(self._kept(name, value.numel(), [value], 0)[0], value)
 
     def _kept(self, name: str, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
