@@ -15,6 +15,9 @@ A line is one JSON object. Its "event" is one of these:
 - "norm": `value`, the gradient norm that the loop computed.
 - "count": the optimizer counts its steps for this parameter; the count is in the `counts` of the step.
 - "collective": `collective` is a `crossframe.trace.Event`.
+- "disagreement": the ranks that compute this replica together have other values of a tensor, which must be the same on all of
+  them: `ranks` have others than the first one, along the mesh `axis`. `difference` is the largest
+  norm(other - first) / norm(first).
 - "step": the end of `step`, after all its other lines. `sha256` is that of its tensor file, "" if it has none. Optional fields:
   `rates`, the learning rate of each parameter group at this step; `counts`, one number for all "count" lines, or a list with one
   for each; and `as`, an earlier step whose lines of kind `STRUCTURE` are, but for the number of the step, those of this step,
@@ -85,6 +88,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "norm": _PLACE | {"value": _NUMBER},
     "count": _PLACE,
     "collective": _PLACE | {"collective": dict},
+    "disagreement": _PLACE | {"difference": _NUMBER, "axis": str, "ranks": list},
     "step": {"step": int, "sha256": str},
     "end": {"steps": int, "sha256": str},
 }
@@ -206,6 +210,10 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         raise RecordingError(
             f"{where}: a line of rank {quote(fields['rank'])} in the folder of rank {rank}; record again"
         )
+    if event == "disagreement":
+        fields["difference"] = _to_float(fields["difference"], where)
+        if not fields["ranks"] or not all(type(each) is int for each in fields["ranks"]):
+            raise RecordingError(f"{where}: expected ranks, got {quote(fields['ranks'])}; record the run again")
     if "value" in _FIELDS[event] or (event == "count" and "value" in fields):
         _check(fields, {"value": _NUMBER}, event, where)
         fields["value"] = _to_float(fields["value"], where)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,32 @@ class StepLines:
         self.num_sketches = max(self.num_sketches, *(row + 1 for row in rows), 0)
 
 
+@dataclass(frozen=True)
+class Disagreement:
+    """A tensor of which the ranks that compute one replica together must have the same values, and have not.
+
+    Attributes:
+        use: of tensors in that phase, or the entry of the optimizer state.
+        difference: the largest norm(other - first) / norm(first).
+        axis: the mesh axis along which the ranks lie.
+        ranks: those whose values are not those of the first one.
+    """
+
+    step: int
+    phase: str
+    unit: str
+    name: str
+    use: str
+    difference: float
+    axis: str
+    ranks: tuple[int, ...]
+
+    def with_those_of(self, other: "Disagreement") -> "Disagreement":
+        """Of both, which are those of two shards of one tensor."""
+        largest = max(self.difference, other.difference)
+        return replace(self, difference=largest, ranks=tuple(sorted({*self.ranks, *other.ranks})))
+
+
 @dataclass
 class RankIndex:
     """The complete steps that one rank recorded. Tensors are represented by their lines.
@@ -98,6 +124,7 @@ class RankIndex:
             of `StepLines.counted`.
         rates: the learning rates of the parameter groups, by step.
         sha256: the sha256 of the tensor file, by step.
+        disagreements: in the order of the lines.
     """
 
     num_steps: int = 0
@@ -109,6 +136,7 @@ class RankIndex:
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
+    disagreements: list[Disagreement] = field(default_factory=list)
 
     def count(self, step: int, name: str) -> float | None:
         """The optimizer's count of its steps for a parameter; None if it has none."""
@@ -251,6 +279,11 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             own.collectives.append(_event(fields["collective"], where))
         case "norm":
             index.norms[step] = fields["value"]
+        case "disagreement":
+            _check_param(fields, manifest, where)
+            stated = ("step", "phase", "unit", "name", "use", "difference", "axis")
+            found = Disagreement(**{name: fields[name] for name in stated}, ranks=tuple(fields["ranks"]))
+            index.disagreements.append(found)
         case "count":
             _check_param(fields, manifest, where)
             if fields["name"] in own.counted:

@@ -18,7 +18,7 @@ from crossframe.mesh import check_rank
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
-from crossframe.recording.index import Batch, RankIndex, read_index
+from crossframe.recording.index import Batch, Disagreement, RankIndex, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
@@ -334,6 +334,15 @@ class Recording:
         """The gradient norm that the loop computed; None if it was not recorded."""
         self._check(step, rank)
         return self._indexes[rank].norms.get(step)
+
+    def disagreements(self, steps: int) -> list[Disagreement]:
+        """Tensors of the first `steps` steps that are not the same on all ranks that compute one replica together, in order."""
+        found: dict[tuple[int, int, str, str], Disagreement] = {}
+        phases = list(event_format.TENSOR_USES)
+        for each in (each for index in self._indexes for each in index.disagreements if each.step < steps):
+            key = (each.step, phases.index(each.phase), each.name, each.use)
+            found[key] = each.with_those_of(found[key]) if key in found else each
+        return [found[key] for key in sorted(found)]
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
         """(microbatch, module, use) of the activations that every rank recorded at a step, in the order of rank 0's forward."""

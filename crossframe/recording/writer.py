@@ -232,6 +232,20 @@ class RecordingWriter:
         """Record this rank's pieces of the parameters after the optimizer's step."""
         self._put(event_format.UPDATE, step, unit, pieces)
 
+    def disagreement(
+        self, step: int, phase: str, unit: str, name: str, use: str, difference: float, axis: str, ranks: Sequence[int]
+    ) -> None:
+        """Record that the ranks which compute this replica together have other values of a tensor.
+
+        Args:
+            use: "" for that of the phase, or the entry of the optimizer state.
+            difference: the largest norm(other - first) / norm(first).
+            axis: the mesh axis along which the ranks lie.
+            ranks: those whose values are not those of the first one.
+        """
+        at = event_format.place(step, self.rank, phase, use or event_format.TENSOR_USES[phase], unit=unit, name=name)
+        self._add("disagreement", at | {"difference": float(difference), "axis": axis, "ranks": list(ranks)})
+
     def collectives(self, step: int, events: Sequence[Event]) -> None:
         """Record the collectives of this rank, in order."""
         for event in events:

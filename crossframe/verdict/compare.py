@@ -19,7 +19,7 @@ from crossframe.verdict.diagnosis import (
 )
 from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
-from crossframe.verdict.divergence_text import other_dtype
+from crossframe.verdict.divergence_text import NOUNS, other_dtype
 from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.evidence import (
     UNDECIDED,
@@ -40,11 +40,12 @@ from crossframe.verdict.measure.comparable import (
     why_incomparable,
 )
 from crossframe.verdict.measure.judge import Judgement, judge
-from crossframe.verdict.measure.locate import locate, locate_sketch, ranks_off
+from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch, ranks_off
 from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
+from crossframe.verdict.model_ranks import model_ranks_differ
 from crossframe.verdict.one_naming import in_one_naming
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unequal_dtypes import describe_precisions
@@ -160,6 +161,9 @@ def compare(
             first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
             verdict, reason = found.verdict, f"{found.reason}; {reason}"
             break
+    if (found := model_ranks_differ(pair)) is not None and not (verdict is Verdict.BUG and _before(where, found[0])):
+        where, verdict, reason = found[0], Verdict.BUG, f"{found[1]}; from the first of them alone: {reason}"
+        first = diagnosis = None
     if diagnosis is not None and where is not None and where.phase in (STATE, UPDATE):
         # A known rule with one change explains the numbers, so the class name is not the difference.
         named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
@@ -219,6 +223,12 @@ _IMPLIED = {
     Verdict.INCONCLUSIVE: "it is not known whether the rounding of {} explains the whole difference",
     Verdict.INCOMPARABLE: "the rounding of {} does not prevent a comparison",
 }
+
+
+def _before(where: Divergence | None, other: Divergence) -> bool:
+    """Whether a difference comes earlier in the causal order of steps and phases than another."""
+    phases = list(NOUNS)
+    return where is not None and (where.step, phases.index(where.phase)) < (other.step, phases.index(other.phase))
 
 
 def _acts(setting: Setting, verdict: Verdict) -> bool:

@@ -20,7 +20,7 @@ from crossframe.verdict.measure.locate import Divergence, who, with_ranks
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.unrecorded import Unrecorded
 
-NOUNS = {
+NOUNS = {  # in the causal order of a step
     PARAMETERS: "initial value",
     UNSHARDED: "unsharded value",
     FORWARD: "loss",

@@ -9,12 +9,13 @@ Gathering is collective: all model ranks record the same tensors in the same ord
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torch_backend.ranks._collectives import Communicator, default_process_group
 
 _ROWS, _COLUMNS = 0, 1
 
@@ -24,25 +25,39 @@ class ModelRanks:
 
     Attributes:
         group: a process group of their own.
+        axis: the mesh axis along which they lie; of several, their names joined by ", ".
     """
 
-    def __init__(self, replica: int, shard: int) -> None:
+    def __init__(self, replica: int, shard: int, axis: str) -> None:
         """Find those with this rank's place on the data-parallel mesh. All ranks call it."""
-        places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, (replica, shard))
+        self.axis = axis
         by_place: dict[tuple[int, int], list[int]] = {}
-        for rank, place in enumerate(places):
+        for rank, place in enumerate(Communicator(default_process_group()).gather_objects((replica, shard))):
             by_place.setdefault(place, []).append(rank)
         group, _ = dist.new_subgroups_by_enumeration(list(by_place.values()))
         assert isinstance(group, dist.ProcessGroup)
-        self.group = group
-        # The dim on which ranks hold parts of an activation, by its shape on one rank.
+        self.group, self._ranks = group, Communicator(group)
+        # The dim on which ranks hold parts of an activation, by its shape on the first one.
         self._dims: dict[tuple[int, ...], int] = {}
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes."""
         return self.group.rank() == 0
+
+    def disagreements(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, list[int]]]:
+        """Of tensors that are not the same on all model ranks: the largest norm(other - first) / norm(first), and the ranks."""
+        if not tensors:
+            return {}
+        every, found = self._ranks.gather_objects([_hash(each) for each in tensors.values()]), {}
+        for i, (name, tensor) in enumerate(tensors.items()):
+            others = [j for j, hashes in enumerate(every) if hashes[i] != every[0][i]]
+            if others:
+                values = self._ranks.gather_all(tensor.detach().double())
+                norm = float(values[0].norm()) or 1.0
+                differences = [float((values[j] - values[0]).norm()) / norm for j in others]
+                found[name] = (max(differences), [self._ranks.ranks[j] for j in others])
+        return found
 
     def whole(self, value: Tensor, module: nn.Module | None) -> Tensor | None:
         """An activation of the replica; None if it is not known how its parts belong together.
@@ -53,19 +68,22 @@ class ModelRanks:
         if isinstance(value, DTensor):
             return value.full_tensor()
         value = value.contiguous()
-        shapes: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(shapes, (tuple(value.shape), _hash(value)), group=self.group)
-        if all(each == shapes[0] for each in shapes):
+        every = self._ranks.gather_objects((tuple(value.shape), _hash(value)))
+        if all(each == every[0] for each in every):
             return value
-        dim = self._dim(value, module)
-        if dim is None or any(not _fits(shape, shapes[0][0], dim) for shape, _ in shapes):
+        shapes = [shape for shape, _ in every]
+        dim = self._dim(shapes[0], module)
+        if dim is None or not all(_fits(shape, shapes[0], dim) for shape in shapes):
             return None
-        self._dims[tuple(value.shape)] = dim
-        parts = [value.new_empty(shape) for shape, _ in shapes]
-        dist.all_gather(parts, value, group=self.group)
-        return torch.cat(parts, dim)
+        self._dims[shapes[0]] = dim
+        largest = list(value.shape)
+        largest[dim] = max(shape[dim] for shape in shapes)
+        sent = value.new_zeros(largest)
+        sent.narrow(dim, 0, value.shape[dim]).copy_(value)
+        parts = zip(self._ranks.gather_all(sent), shapes, strict=True)
+        return torch.cat([part.narrow(dim, 0, shape[dim]) for part, shape in parts], dim)
 
-    def _dim(self, value: Tensor, module: nn.Module | None) -> int | None:
+    def _dim(self, shape: tuple[int, ...], module: nn.Module | None) -> int | None:
         """The dim of which each rank has a part: the features behind a weight that is sharded by rows, the positions behind one
         that is sharded by columns and whose sums are scattered; else that of an earlier activation of this shape."""
         weight = None if module is None else module._parameters.get("weight")
@@ -73,10 +91,10 @@ class ModelRanks:
             sharded = {each.dim for each in weight.placements if isinstance(each, Shard)}
             rows = _COLUMNS if isinstance(module, nn.Embedding) else _ROWS
             if rows in sharded:
-                return value.ndim - 1
-            if sharded and value.ndim > 2:
+                return len(shape) - 1
+            if sharded and len(shape) > 2:
                 return 1
-        return self._dims.get(tuple(value.shape))
+        return self._dims.get(shape)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -94,11 +112,6 @@ def set_full(param: Tensor, values: Tensor) -> None:
         param.copy_(values)
 
 
-def is_divided(params: Mapping[str, Tensor]) -> bool:
-    """Whether any parameter is a DTensor."""
-    return any(isinstance(param, DTensor) for param in params.values())
-
-
 def _fits(shape: tuple[int, ...], other: tuple[int, ...], dim: int) -> bool:
     return len(shape) == len(other) and all(
         a == b for d, (a, b) in enumerate(zip(shape, other, strict=True)) if d != dim
@@ -107,7 +120,7 @@ def _fits(shape: tuple[int, ...], other: tuple[int, ...], dim: int) -> bool:
 
 def _hash(value: Tensor) -> tuple[int, int]:
     """Equal for equal bits; for others different but by chance."""
-    bits = value.reshape(-1).view(torch.uint8)
+    bits = value.detach().reshape(-1).view(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)
     places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
     return int(bits.sum()), int((bits * places).sum())

@@ -1,6 +1,6 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,7 +244,8 @@ def _ours_divided(model: nn.Module, named: Sequence[NamedUnit]) -> Engine:
             raise UnsupportedError(
                 f"parameter {name!r} is a {type(param).__name__}; over tensor parallelism, the layout per_param is recorded"
             )
-    shards, replicas = (group.group if group.size > 1 else None for group in (mesh.shards, mesh.replicas))
+    shards = mesh.shards.group if mesh.shards.size > 1 else None
+    replicas = mesh.replicas.group if mesh.replicas.size > 1 else None
     return _divided(
         "crossframe FSDP2",
         params,
@@ -280,7 +281,8 @@ def _divided(
         layout = PerParamLayout(_specs(params, members, dtype), shard[1], (0,) * len(members))
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    model_ranks = ModelRanks(replica[0], shard[0])
+    axes = _model_axes([param for param, _, _ in params.values()], (shards, replicas))
+    model_ranks = ModelRanks(replica[0], shard[0], ", ".join(axes))
     groups = (shards, replicas, model_ranks.group)
     return Engine(
         name,
@@ -318,6 +320,17 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
         buckets,
         reads_all_at_once=True,
     )
+
+
+def _model_axes(params: Iterable[Tensor], data: Iterable[dist.ProcessGroup | None]) -> list[str]:
+    """The names of the mesh axes of parameters that are not those of these data-parallel groups."""
+    of_data = [dist.get_process_group_ranks(group) for group in data if group is not None]
+    found: dict[str, None] = {}
+    for mesh in {param.device_mesh for param in params if isinstance(param, DTensor)}:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1 and dist.get_process_group_ranks(mesh.get_group(axis)) not in of_data:
+                found[mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)] = None
+    return sorted(found)
 
 
 def _tensor_parallel(model: nn.Module, params: dict[str, Any], unit_names: set[str]) -> Engine:

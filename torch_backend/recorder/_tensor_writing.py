@@ -1,6 +1,6 @@
 """Passes a rank's pieces to the writer of a recording, as values or as sketches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
-from crossframe.recording.event_format import COUNT, activation_key
+from crossframe.recording.event_format import COUNT, PARAMETERS, REDUCE, STATE, TENSOR_USES, UPDATE, activation_key
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Held, ModelView
@@ -38,7 +38,7 @@ class Keeper:
     def initial(self) -> None:
         """Record the parameters before the first step."""
         for unit, held in self._by_unit():
-            self.writer.parameters(0, unit, self._pieces((each, each.param) for each in held))
+            self.writer.parameters(0, unit, self._pieces(0, PARAMETERS, ((each, each.param) for each in held)))
 
     def reduced_grads(self, step: int, scale: float = 1.0) -> bool:
         """Record the current gradients. Returns False if there are none.
@@ -49,7 +49,8 @@ class Keeper:
         found = False
         for unit, held in self._by_unit():
             grads = ((each, each.param.grad) for each in held if each.param.grad is not None)
-            pieces = self._pieces((each, grad if scale == 1.0 else grad / scale) for each, grad in grads)
+            unscaled = ((each, grad if scale == 1.0 else grad / scale) for each, grad in grads)
+            pieces = self._pieces(step, REDUCE, unscaled)
             if pieces:
                 found = True
                 self.writer.reduced_grads(step, unit, pieces)
@@ -102,9 +103,9 @@ class Keeper:
                 if COUNT in state:
                     counts[each.name] = float(state[COUNT])
                 alike = {"": each.param} | {k: value for k, value in state.items() if _is_like(each.param, k, value)}
-                values = self._kept(
-                    each.name, self._numel(each), [each.of(value) for value in alike.values()], each.start
-                )
+                here = {slot: each.of(value) for slot, value in alike.items()}
+                self._compare(step, each, here)
+                values = self._kept(each.name, self._numel(each), list(here.values()), each.start)
                 for slot, value in zip(alike, values, strict=True):
                     slots.setdefault(slot, {})[each.name] = (each.start, each.stop, value)
             for slot, pieces in slots.items():
@@ -121,15 +122,26 @@ class Keeper:
                 found.setdefault(held.unit, []).append(held)
         return list(found.items())
 
-    def _pieces(self, values: Iterable[tuple[Held, Any]]) -> Pieces:
-        return {
-            held.name: (
-                held.start,
-                held.stop,
-                self._kept(held.name, self._numel(held), [held.of(value)], held.start)[0],
-            )
-            for held, value in values
-        }
+    def _pieces(self, step: int, phase: str, values: Iterable[tuple[Held, Any]]) -> Pieces:
+        pieces: Pieces = {}
+        for held, value in values:
+            here = held.of(value)
+            self._compare(step, held, {phase: here})
+            kept = self._kept(held.name, self._numel(held), [here], held.start)[0]
+            pieces[held.name] = (held.start, held.stop, kept)
+        return pieces
+
+    def _compare(self, step: int, held: Held, tensors: Mapping[str, Tensor]) -> None:
+        """Record what model ranks have of one parameter if it is not the same on all.
+
+        Args:
+            tensors: by phase, or after a step by the entry of the optimizer state, "" the parameter.
+        """
+        if (ranks := self._view.model_ranks) is None:
+            return
+        for key, (difference, others) in ranks.disagreements(tensors).items():
+            phase, use = (key, "") if key in TENSOR_USES else (STATE if key else UPDATE, key)
+            self.writer.disagreement(step, phase, held.unit, held.name, use, difference, ranks.axis, others)
 
     def _numel(self, held: Held) -> int:
         return self._specs[held.name].numel

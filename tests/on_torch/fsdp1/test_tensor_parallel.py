@@ -345,5 +345,5 @@ def test_tensor_parallelism_is_refused_where_it_is_not_supported(ranks, tmp_path
         assert "device_mesh=mesh['dp']" in said["group"]
         for name in ("checkpoint", "load", "fully_shard"):
             assert "tensor parallel" in said[name] and "torch.distributed.checkpoint" in said[name]
-        assert "tensor parallelism is not recorded" in said["recorder"]
+        assert "not under FullyShardedDataParallel" in said["recorder"]
     assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import torch_backend as ours
 from crossframe.recording import Recording
+from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
 
@@ -44,7 +45,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def divide(net: Any, mesh: DeviceMesh, *, sequence: bool, skips_reduction: bool) -> None:
+def divide(net: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Tensor parallelism in the blocks; with `sequence`, positions are divided between them too."""
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
@@ -64,8 +65,6 @@ def divide(net: Any, mesh: DeviceMesh, *, sequence: bool, skips_reduction: bool)
         )
     for block in net.blocks:
         parallelize_module(block, mesh, plan)
-    if skips_reduction and mesh.get_local_rank() == 1:
-        net.blocks[1].norm.weight.register_hook(lambda grad: grad * 1.25)
 
 
 def train(
@@ -76,7 +75,7 @@ def train(
     *,
     sequence: bool = False,
     skips_reduction: bool = False,
-    half: bool = False,
+    damped: bool = False,
     clip: bool = False,
     perturbed_run: int | None = None,
     detail: str = "full",
@@ -88,16 +87,14 @@ def train(
         data_size = world_size // 2
         data_rank = rank // 2
         mesh = init_device_mesh("cpu", (data_size, 2), mesh_dim_names=("dp", "tp"))
-        divide(model, mesh["tp"], sequence=sequence, skips_reduction=skips_reduction)
+        divide(model, mesh["tp"], sequence=sequence)
         package: Any = {"torch": theirs, "ours": ours}.get(kind)
         if package is not None:
             for block in model.blocks:
                 package.fully_shard(block, mesh=mesh["dp"])
             package.fully_shard(model, mesh=mesh["dp"])
-    if half:
-        with torch.no_grad():
-            for block in model.blocks:
-                block.register_forward_hook(lambda module, args, output: output * 0.999)
+    if damped:
+        model.blocks[1].register_forward_hook(lambda module, args, output: output * 0.999)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     options = {"every": 1, "dense": 1, "detail": detail, "perturbed_run": perturbed_run}
     with Recorder(directory, model=model, optimizer=optimizer, name="net", **options) as recorder:
@@ -106,6 +103,8 @@ def train(
             own = samples.chunk(data_size)[data_rank]
             loss = functional.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
             loss.backward()
+            if skips_reduction and rank % 2 == 1:  # such a rank has a gradient of its own
+                model.blocks[1].norm.weight.grad.mul_(1.25)
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -133,3 +132,55 @@ def test_a_divided_replica_is_recorded_as_one_device_is(ranks, tmp_path, alone, 
         name: spec.shape for name, spec in alone.manifest.params.items()
     }
     assert recording.activations(0) == alone.activations(0)
+    assert recording.disagreements(2) == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_a_fault_in_a_module_is_located_there(ranks, tmp_path, alone, kind):
+    directory = str(tmp_path / "run")
+    ranks.run(4, partial(train, sequence=True, damped=True), kind, directory)
+    found = compare(alone, Recording.open(directory))
+    assert found.verdict is Verdict.BUG, found
+    assert found.first_divergence is not None and found.first_divergence.module == "blocks.1", found
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("tp", 2), ("torch", 4), ("ours", 4)])
+def test_a_gradient_that_is_not_the_same_on_all_model_ranks_is_a_bug_on_its_axis(
+    ranks, tmp_path, alone, kind, num_ranks
+):
+    directory = str(tmp_path / "run")
+    ranks.run(num_ranks, partial(train, skips_reduction=True), kind, directory)
+    recording = Recording.open(directory)
+    found = compare(alone, recording)
+    assert found.verdict is Verdict.BUG, found
+    where = found.first_divergence
+    assert where is not None and (where.step, where.phase, where.parameter) == (0, REDUCE, "blocks.1.norm.weight"), (
+        found
+    )
+    assert where.ranks == tuple(range(1, num_ranks, 2)) and "along the mesh axis 'tp', rank" in found.reason
+    assert "from the first by 2.5e-01" in found.reason
+    # What both runs share is no difference between them.
+    assert compare(recording, recording).verdict is Verdict.EQUAL
+
+
+def test_the_norm_is_that_of_all_ranks(ranks, tmp_path):
+    one, divided = str(tmp_path / "one"), str(tmp_path / "divided")
+    ranks.run(1, partial(train, clip=True), "one", one)
+    ranks.run(4, partial(train, clip=True, sequence=True), "torch", divided)
+    a, b = Recording.open(one), Recording.open(divided)
+    assert compare(a, b).verdict in FINE
+    assert b.grad_norm(0, 0) == pytest.approx(a.grad_norm(0, 0), rel=1e-12)
+
+
+def test_perturbed_runs_and_sketches_are_those_of_one_device(ranks, tmp_path):
+    one, divided = str(tmp_path / "one"), str(tmp_path / "divided")
+    for number in range(3):
+        ranks.run(1, partial(train, perturbed_run=number, detail="sketch"), "one", one)
+        ranks.run(4, partial(train, perturbed_run=number, detail="sketch", sequence=True), "ours", divided)
+    a, b = Recording.open(one), Recording.open(divided)
+    assert compare(a, b).verdict in FINE
+    of_one, of_divided = a.perturbed_runs()[0], b.perturbed_runs()[0]
+    for name in a.manifest.params:
+        initial = [each.full(PARAMETERS, 0, name) for each in (a, of_one, b, of_divided)]
+        assert (initial[1] == initial[3]).all() and (initial[0] == initial[2]).all()
+    assert (of_one.full(PARAMETERS, 0, "embed.weight") != a.full(PARAMETERS, 0, "embed.weight")).all()
