@@ -69,6 +69,9 @@ def record(
     output: Annotated[
         Path | None, typer.Option(help="Directory of the recording. Default: runs/ and the script's name")
     ] = None,
+    framework: Annotated[
+        str | None, typer.Option(help="torch or jax. Default: jax if the script imports JAX and not torch")
+    ] = None,
     nproc_per_node: Annotated[
         int | None, typer.Option(help="Processes that torchrun starts. Default: one, without torchrun")
     ] = None,
@@ -96,6 +99,7 @@ def record(
             script,
             context.args,
             output=output,
+            framework=framework,
             nproc_per_node=nproc_per_node,
             perturbed_runs=perturbed_runs,
             every=every,

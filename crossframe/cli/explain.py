@@ -200,7 +200,8 @@ def _traced(recording: Recording, request: Request, timeout: float, console: Con
     hint = "run explain in the folder in which it was recorded, with the same environment"
     try:
         num_processes = recording.manifest.world_size if recording.manifest.framework == "torch" else 1
-        command = command_of(shlex.split(command_text), directory / "recording", num_processes)
+        framework = recording.manifest.framework
+        command = command_of(shlex.split(command_text), directory / "recording", num_processes, framework)
         environment = request.to_environment() | _devices(recording)
         status, printed = run(command, captured=True, environment=environment, timeout=timeout)
     except TimeoutError as error:
@@ -219,18 +220,19 @@ def _devices(recording: Recording) -> dict[str, str]:
     return {name: str(manifest.world_size)} if manifest.framework == "jax" and of_cpu and name not in os.environ else {}
 
 
-def command_of(stated: Sequence[str], output: Path, num_processes: int) -> list[str]:
+def command_of(stated: Sequence[str], output: Path, num_processes: int, framework: str) -> list[str]:
     """The command line that repeats a run.
 
     Args:
         stated: the command that the recording states.
         output: where `crossframe record` is to record to.
         num_processes: that a script of Python which is started directly has.
+        framework: of the recording.
 
     Raises:
         UsageError: a command that is neither `crossframe record` nor a script of Python.
 
-    >>> command_of(["python", "train.py", "--lr", "1"], Path("out"), 1)[1:]
+    >>> command_of(["python", "train.py", "--lr", "1"], Path("out"), 1, "torch")[1:]
     ['train.py', '--lr', '1']
     """
     if shlex.join(stated[:2]) == RECORD and len(stated) > 2:
@@ -239,7 +241,7 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int) -> list[
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
         recorder = {"directory": str(output), "windows": [], "overwrite": True}
-        return script_command(stated[2], arguments, recorder, int(options[at]) if at else None)
+        return script_command(framework, stated[2], arguments, recorder, int(options[at]) if at else None)
     if shlex.join(stated).startswith(TRAIN):
         return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]
     if stated and stated[0] == "python" and len(stated) > 1:

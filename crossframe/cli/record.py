@@ -1,4 +1,4 @@
-"""`crossframe record script.py`: runs and records any training script, followed by its perturbed runs."""
+"""`crossframe record script.py`: runs and records any training script of torch or JAX, followed by its perturbed runs."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from crossframe.recording.known_settings import COMMAND, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
 
-_MODULE = "torch_backend.recorder.script"
+_MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 MAX_PROCESSES = 1024
 MAX_STEPS = 10**9
 
@@ -29,6 +29,7 @@ def record_script(
     arguments: Sequence[str],
     *,
     output: Path | None,
+    framework: str | None = None,
     nproc_per_node: int | None,
     perturbed_runs: int,
     every: int,
@@ -42,24 +43,28 @@ def record_script(
 
     Args:
         output: where the recording goes. None: runs/ and the script's name.
+        framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
         windows: (start, stop) of further steps that are dense.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
     Raises:
-        ModuleNotFoundError: torch is not installed.
-        UsageError: no such script, or one of JAX; numbers out of range; a run that failed.
+        ModuleNotFoundError: the framework is not installed.
+        UsageError: no such script; options that do not fit; a run that failed.
     """
     if not script.is_file():
         raise UsageError(f"record: expected the path of a training script, but {script} is not a file")
-    if is_of_jax(script):
+    if framework not in (None, *_MODULES):
+        raise UsageError(f"record: --framework: expected torch or jax, got {framework!r}")
+    stated, framework = framework, framework or ("jax" if is_of_jax(script) else "torch")
+    if find_spec(framework) is None:
+        raise ModuleNotFoundError(name=framework)
+    if framework == "jax" and nproc_per_node is not None:
         raise UsageError(
-            f"{script} imports JAX and not torch: crossframe record follows torch's optimizers alone; record from inside the "
-            "script, with jax_backend.Recorder"
+            "record: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its devices "
+            "(on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
         )
-    if find_spec("torch") is None:
-        raise ModuleNotFoundError(name="torch")
     for name, value, least, most in (
         ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
         ("every", every, 1, MAX_STEPS),
@@ -75,6 +80,8 @@ def record_script(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
     command = [*RECORD.split(), str(script)]
+    if stated is not None:
+        command += ["--framework", stated]
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
@@ -91,7 +98,7 @@ def record_script(
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
         }
-        status, _ = run(script_command(script, arguments, options, nproc_per_node))
+        status, _ = run(script_command(framework, script, arguments, options, nproc_per_node))
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
@@ -118,15 +125,16 @@ def _missing(directory: Path, command: str, perturbed_runs: int) -> int:
 
 
 def script_command(
-    script: str | Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None
+    framework: str, script: str | Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None
 ) -> list[str]:
     """The command line of the process that runs and records a script.
 
     Args:
-        options: of `torch_backend.recorder.Recorder`, as JSON, and its directory.
+        framework: "torch" or "jax".
+        options: of its `Recorder`, as JSON, and its directory.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
     """
     of_script = [json.dumps(options), str(script), *arguments]
     if nproc_per_node is None:
-        return module_command(f"{_MODULE}:main", of_script)
-    return module_command(f"{_MODULE}:launch", [str(nproc_per_node), *of_script])
+        return module_command(f"{_MODULES[framework]}:main", of_script)
+    return module_command(f"{_MODULES[framework]}:launch", [str(nproc_per_node), *of_script])

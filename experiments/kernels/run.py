@@ -145,7 +145,7 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
         _run_here(program, script, pair, folder, settings)
         return Recording.open(folder)
     options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
-    command = script_command(script, pair.arguments, options, pair.num_ranks)
+    command = script_command("torch", script, pair.arguments, options, pair.num_ranks)
     status, printed = run(command, captured=True, timeout=TIMEOUT)
     if status:
         last = "\n".join(printed.strip().splitlines()[-12:])

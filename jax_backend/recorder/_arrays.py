@@ -60,6 +60,25 @@ class ArrayPieces:
         pieces."""
         return self._pieces({path: leaf for path, leaf in leaves_by_path(values).items() if leaf is not None})
 
+    def unsharded(self, params: Any, rank: int) -> dict[str, dict[str, np.ndarray]]:
+        """Full parameters in canonical shapes as a rank of this process has them, by unit and name.
+
+        Args:
+            params: a pytree like the parameters, without those that are not known.
+        """
+        leaves = leaves_by_path(params)
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for unit, layout in self.units:
+            for spec in layout.params:
+                if all(path in leaves for path in self.param_map.by_name[spec.name].paths):
+                    own = canonical_copies(self.grid, self.param_map, spec.name, leaves)[rank]
+                    found.setdefault(unit, {})[spec.name] = own.reshape(spec.shape)
+        return found
+
+    def row(self, value: Mapping[int, np.ndarray], rank: int) -> np.ndarray:
+        """A rank's part of an activation, which is known by rank."""
+        return value[rank]
+
     def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
         """(each rank's pieces of each optimizer state entry, the number of steps of each parameter)."""
         found = state_by_path(
@@ -171,6 +190,8 @@ def placed_like(leaf: Any, values: np.ndarray) -> Any:
     """Values with the sharding of a leaf."""
     if not isinstance(leaf, jax.Array):
         return values
+    if not leaf.committed:  # jit may move it to other devices
+        return jax.numpy.asarray(values)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
 

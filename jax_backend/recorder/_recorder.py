@@ -25,6 +25,7 @@ from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.recorder._arrays import ArrayPieces
+from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder._modules import check_channels_last
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
@@ -220,6 +221,20 @@ class Recorder:
         finally:
             self._writers.__exit__(kind, error, trace)
 
+    @property
+    def grid(self) -> Grid:
+        """The ranks."""
+        return self._source.grid
+
+    def began_with(self, params: Any) -> None:
+        """Replace the initial parameters, if the loop has perturbed them itself. To be called before the first step."""
+        self.params = params
+        self._initial = kept(self._source, params, self._about.detail)
+
+    def add_interior(self, interior: Any) -> None:
+        """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
+        self._interiors.append(interior)
+
     def is_dense(self) -> bool:
         """Whether the interior of the current step is recorded."""
         return self._step < self._dense_until or self._schedule.is_dense(self._step)
@@ -273,7 +288,7 @@ class Recorder:
                     "inside of steps": self._interiors or None}  # fmt: skip
             self._start([what for what, value in given.items() if value is not None], by_rank=np.shape(loss) != ())
         assert self._writers is not None
-        rates = _rates_in(opt_state) if learning_rate is None else (learning_rate,)
+        rates = rates_in(opt_state) if learning_rate is None else (learning_rate,)
         waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
         if self._writers.records(self._step):
             self._write_waiting(0)
@@ -418,11 +433,7 @@ class Recorder:
                     f"batch: expected one for each of {len(grid.here)} ranks of this process, got {len(batch)}"
                 )
             return dict(zip(grid.here, batch, strict=True))
-        leaves, found = jax.tree.leaves(batch if self._samples is None else self._samples(batch)), {}
-        for rank in grid.here:
-            own = [grid.rows(leaf, rank) for leaf in leaves]
-            found[rank] = Batch(digest_of(own), row_ids(own), inputs_of([own]))
-        return found
+        return batches_of(grid, [jax.tree.leaves(batch if self._samples is None else self._samples(batch))])
 
     def _data_of(self, waiting: _Waiting) -> StepData:
         losses = self._source.grid.numbers(waiting.loss)
@@ -436,6 +447,20 @@ class Recorder:
         while len(self._waiting) > most:
             oldest = self._waiting.pop(0)
             self._writers.write(oldest.step, self._data_of(oldest))
+
+
+def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:
+    """The batch of each rank of this process.
+
+    Args:
+        microbatches: the arrays of each.
+    """
+    found = {}
+    for rank in grid.here:
+        own = [[grid.rows(leaf, rank) for leaf in leaves] for leaves in microbatches]
+        ids = [number for arrays in own for number in row_ids(arrays)]
+        found[rank] = Batch(digest_of([array for arrays in own for array in arrays]), tuple(ids), inputs_of(own))
+    return found
 
 
 def _programs(
@@ -459,7 +484,7 @@ def _compiled(loss_fn: Callable, mesh: Mesh, declared: tuple, options: tuple) ->
     return plain, step_of(ObservedLoss(loss_fn, **dict(declared)), mesh, **given)
 
 
-def _rates_in(opt_state: Any) -> tuple[Any, ...]:
+def rates_in(opt_state: Any) -> tuple[Any, ...]:
     """The learning rates of `optax.inject_hyperparams` in a state."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(getattr(node, "hyperparams", None), Mapping))
     kept = (node.hyperparams.get("learning_rate") for node in nodes if hasattr(node, "hyperparams"))

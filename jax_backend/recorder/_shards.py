@@ -116,8 +116,17 @@ class ShardPieces:
         values = [changed[owners.get(path, path)] for path in leaves]
         return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
 
-    def full(self, leaves: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-        """Full parameters in canonical shapes, by unit and name, from those leaves of one rank that are there."""
+    def row(self, value: Any, rank: int) -> np.ndarray:
+        """A rank's row of an array with a leading dim of ranks."""
+        return self.grid.rows(value, rank)[0]
+
+    def unsharded(self, params: Mapping[str, Any], rank: int) -> dict[str, dict[str, np.ndarray]]:
+        """Full parameters in canonical shapes as a rank of this process has them, by unit and name.
+
+        Args:
+            params: leaves by path, with a leading dim of ranks, without those that are not known.
+        """
+        leaves = {path: self.row(leaf, rank) for path, leaf in params.items()}
         found: dict[str, dict[str, np.ndarray]] = {}
         for bucket in self.tree.buckets:
             for spec in bucket.layout.params:

@@ -34,7 +34,7 @@ class StepData:
         rates: the learning rates of the step, if known.
         state: the optimizer state after the step.
         updated: the parameters after the step.
-        interiors: one for each microbatch; none at steps that are not dense.
+        interiors: one for each microbatch; none at steps that are not dense. The source of the recording reads their values.
         local_grads: each rank's own.
         events: the collectives of rank 0.
     """
@@ -123,22 +123,22 @@ class Writers:
         return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
 
     def _put_interior(self, writer: RecordingWriter, step: int, rank: int, data: StepData) -> None:
-        assert isinstance(self.source, ShardPieces)
-        params = {path: _row(leaf, rank, self.source) for path, leaf in data.interiors[0].params.items()}
-        for unit, full in self.source.full(params).items():
+        for unit, full in self.source.unsharded(data.interiors[0].params, rank).items():
             writer.unsharded(step, unit, self._whole(full))
         for microbatch, interior in enumerate(data.interiors):
             activations = interior.activations
             for (module, use), value in zip(activations.names, activations.values, strict=True):
-                array = self._dims.canonical(module, use, _row(value, rank, self.source))
+                array = self._dims.canonical(module, use, self.source.row(value, rank))
                 order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)
                 kept, moved = self._kept(key, array, array.size), None
                 if isinstance(kept, Sketch) and order is not Order.TORCH:
                     moved = self._kept(key, channels_first(array), array.size)
                 writer.activation(step, microbatch, module, use, kept, array.shape, order=order, moved=moved)
-        for bucket, lines in data.local_grads.lines.items() if data.local_grads is not None else ():
-            for unit, grads in self.source.whole(bucket, _row(lines, rank, self.source)).items():
-                writer.local_grads(step, unit, self._whole(grads))
+        if data.local_grads is not None:
+            assert isinstance(self.source, ShardPieces)
+            for bucket, lines in data.local_grads.lines.items():
+                for unit, grads in self.source.whole(bucket, self.source.row(lines, rank)).items():
+                    writer.local_grads(step, unit, self._whole(grads))
 
     def finish(self) -> None:
         """End all recordings."""
@@ -152,11 +152,6 @@ class Writers:
         with ExitStack() as stack:  # each closes its file, even if another fails
             for writer in self.by_rank.values():
                 stack.callback(writer.__exit__, kind, error, trace)
-
-
-def _row(array: Any, rank: int, source: ShardPieces) -> np.ndarray:
-    """A rank's row of an array with a leading dim of ranks."""
-    return source.grid.rows(array, rank)[0]
 
 
 def of_rank(events: Sequence[Event], spec: MeshSpec, rank: int) -> list[Event]:

@@ -5,12 +5,7 @@ optimizer; the recording begins there. A step ends when every optimizer of the m
 which backward was called. A script with an optimizer of other parameters is rejected; it can use a `Recorder` instead.
 """
 
-import json
-import os
-import runpy
-import signal
 import sys
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,14 +16,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from crossframe.errors import CrossframeError, UsageError
+import crossframe.scripts
+from crossframe.errors import UsageError
 from crossframe.processes import module_command
+from crossframe.scripts import run_script
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
 
-NOT_RECORDED = 3
-"""Exit status of a script that ran but was not recorded."""
 _USE_RECORDER = "use torch_backend.recorder.Recorder in the script, which is told the model"
 
 
@@ -81,8 +76,8 @@ class ScriptRecorder:
             )
         if "jax" in sys.modules and not self._knew_jax:
             return (
-                "nothing was trained with torch: no optimizer of torch stepped, and JAX was imported; record from inside the "
-                "script, with jax_backend.Recorder"
+                "nothing was trained with torch: no optimizer of torch stepped, and JAX was imported; if the script trains with "
+                "JAX, use --framework jax"
             )
         return (
             "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
@@ -149,42 +144,12 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
     Args:
         directory, options: of `Recorder`.
     """
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    recorder = ScriptRecorder(directory, **options)
-    try:
-        with recorder.watching():
-            try:
-                runpy.run_path(script, run_name="__main__")
-            except SystemExit as ended:
-                if ended.code not in (None, 0):
-                    raise
-        recorder.finish()
-    except SystemExit as ended:
-        recorder.finish(ended)
-        raise
-    except CrossframeError as error:
-        recorder.finish(error)
-        traceback.print_exc()
-        print(f"crossframe: not recorded: {error}", file=sys.stderr)
-        return NOT_RECORDED
-    except BaseException as error:
-        recorder.finish(error)
-        raise
-    return 0
+    return run_script(ScriptRecorder(directory, **options), script, arguments)
 
 
 def main() -> int:
-    """Run and record: OPTIONS SCRIPT ARGUMENTS are on the command line, OPTIONS as JSON. Returns the exit status."""
-    options, script, *arguments = sys.argv[1:]
-    given = json.loads(options)
-    given["windows"] = [tuple(window) for window in given["windows"]]
-    try:
-        return run(script, arguments, **given)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise
+    """`crossframe.scripts.main`."""
+    return crossframe.scripts.main(run)
 
 
 def launch() -> int:

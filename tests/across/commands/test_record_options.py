@@ -4,6 +4,8 @@ import pytest
 
 from crossframe.cli.entry import run
 from crossframe.cli.script_imports import is_of_jax
+from crossframe.recording import Recording
+from tests.on_jax.helpers.scripts import EAGER
 
 
 def said_of(capsys, *arguments):
@@ -28,12 +30,26 @@ def test_unknown_options_without_a_script_are_unknown(capsys):
     assert "No such option: --mode" in said and "script" not in said
 
 
-def test_scripts_of_jax_are_refused_before_they_run(capsys, tmp_path):
+def test_options_of_torch_are_refused_for_scripts_of_jax_before_they_run(capsys, tmp_path):
     script, ran = tmp_path / "train.py", tmp_path / "ran"
     script.write_text(f"import helper\nopen({str(ran)!r}, 'w')\n")
     (tmp_path / "helper.py").write_text("def step():\n    import jax.numpy as jnp\n")
-    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"))
-    assert "imports JAX" in said and "jax_backend.Recorder" in said and not ran.exists()
+    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--nproc-per-node", "2")
+    assert "--nproc-per-node starts processes of torch" in said and not ran.exists()
+    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--framework", "numpy")
+    assert "expected torch or jax, got 'numpy'" in said and not ran.exists()
+
+
+def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
+    """Which imports torch too, so that the framework is stated."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{EAGER}")
+    output = tmp_path / "recording"
+    arguments = ["record", str(script), "--output", str(output), "--framework", "jax", "--every", "2", "--dense", "1"]
+    assert run(arguments) == 0, capsys.readouterr().err
+    found = Recording.open(output)
+    assert found.manifest.framework == "jax" and found.num_steps == 3
+    assert found.manifest.settings["command"].endswith("train.py --framework jax --every 2 --dense 1")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
@@ -173,7 +174,7 @@ def test_fabric_changes_no_names(run, tmp_path):
     ],
 )
 def test_what_is_not_recorded_says_why(run, text, said, capsys):
-    assert run(text) == script.NOT_RECORDED
+    assert run(text) == NOT_RECORDED
     assert said in capsys.readouterr().err
 
 
@@ -192,7 +193,7 @@ def test_a_full_disk_is_named(run, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:
-        assert run(TWO_OPTIMIZERS) == script.NOT_RECORDED
+        assert run(TWO_OPTIMIZERS) == NOT_RECORDED
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "File too large); make space" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""Reports inputs and outputs of the modules of flax and equinox, and of named calls, while a loss function is traced.
+
+A module's raw name is the path of its parameters, in the tree that is differentiated or in the variables of flax's linen;
+`canonical_module` makes it the name in the recording.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.activations import INPUT, OUTPUT, module_scope
+from jax_backend.recorder._taps import ACTIVATION, Tap, Value, at_level, innermost
+from jax_backend.tree import path_name
+
+_LINEN_PARAMS = "params"
+_scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
+"""Ids of the modules that run; a call of a base class's `__call__` is not another one."""
+
+
+def canonical_module(raw: str, paths: Sequence[str], params: Iterable[str]) -> str:
+    """The name in a recording of a module with a raw name.
+
+    Args:
+        paths: of the arrays that are differentiated.
+        params: names of the parameters in the recording.
+
+    >>> canonical_module("0.model.layers.1", ["0.model.layers.1.kernel"], ["layers.1.kernel"])
+    'layers.1'
+    >>> canonical_module("Dense_0", ["params.Dense_0.bias"], ["params.Dense_0.bias"])
+    'params.Dense_0'
+    """
+    names = set(params)
+    if any(name.startswith(f"{_LINEN_PARAMS}.{raw}.") for name in names):
+        return f"{_LINEN_PARAMS}.{raw}"
+    for path in paths:
+        parts = path.split(".")
+        lead = next((i for i in range(len(parts)) if ".".join(parts[i:]) in names), 0)
+        prefix = ".".join(parts[:lead])
+        if prefix and (raw == prefix or prefix.startswith(f"{raw}.")):
+            return ""
+        if prefix and raw.startswith(f"{prefix}."):
+            return raw.removeprefix(f"{prefix}.")
+    return raw
+
+
+def module_call(fun: Callable, name: str) -> Callable:
+    """A function as a module of this name, inside of the named calls that enclose it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scopes = (*_scopes.get(), name)
+        token = _scopes.set(scopes)
+        try:
+            return _reported(".".join(scopes), fun, args, kwargs)
+        finally:
+            _scopes.reset(token)
+
+    return call
+
+
+def _reported(name: str, fun: Callable, args: Any, kwargs: Any) -> Any:
+    collector = innermost()
+    if collector is None or not collector.in_loss:
+        return fun(*args, **kwargs)
+    _report(name, INPUT, (args, tuple(kwargs.values())))
+    with module_scope(name):
+        output = fun(*args, **kwargs)
+    _report(name, OUTPUT, output)
+    return output
+
+
+def _report(name: str, use: str, values: Any) -> None:
+    """Report the first floating array of a module's first call that is no parameter."""
+    collector = innermost()
+    assert collector is not None
+    if any(tap.kind == ACTIVATION and tap.about == (name, use) for tap in collector.taps):
+        return
+    for leaf in jax.tree.leaves(values):
+        if id(leaf) not in collector.paths and hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+            # Inside a scan or a checkpoint of the model it cannot leave.
+            if (array := at_level(collector, leaf)) is not None:
+                collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])
+            return
+
+
+@contextmanager
+def reporting_modules() -> Iterator[None]:
+    """A context in which modules of the libraries that the script has imported report."""
+    with ExitStack() as stack:
+        if (linen := sys.modules.get("flax.linen")) is not None:
+            stack.enter_context(linen.intercept_methods(_of_linen))
+        if (nnx := sys.modules.get("flax.nnx")) is not None:
+            _replace_calls(stack, nnx.Module, _leaves_of_nnx)
+        if (equinox := sys.modules.get("equinox")) is not None:
+            _replace_calls(stack, equinox.Module, _leaves_of_tree)
+        yield
+
+
+def _of_linen(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+    if context.method_name != "__call__" or context.module.scope is None:
+        return own(*args, **kwargs)
+    return _reported(".".join(context.module.path), own, args, kwargs)
+
+
+def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable) -> None:
+    for cls in _classes(base):
+        if "__call__" in vars(cls):
+            own = vars(cls)["__call__"]
+            type.__setattr__(cls, "__call__", _reporting(own, leaves_of))
+            stack.callback(type.__setattr__, cls, "__call__", own)
+
+
+def _classes(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _classes(cls)
+
+
+def _reporting(own: Any, leaves_of: Callable) -> Callable:
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = own.__get__(self, type(self))
+        if id(self) in _running.get():
+            return run(*args, **kwargs)
+        name = _path_of(self, leaves_of)
+        token = _running.set((*_running.get(), id(self)))
+        try:
+            return run(*args, **kwargs) if name is None else _reported(name, run, args, kwargs)
+        finally:
+            _running.reset(token)
+
+    return call
+
+
+def _path_of(module: Any, leaves_of: Callable) -> str | None:
+    """The path of a module in the tree that is differentiated, by one of its parameters or by a module that contains it; None if
+    it is not known. Notes the paths of the modules inside it."""
+    collector = innermost()
+    if collector is None or not collector.in_loss:
+        return None
+    found = collector.paths.get(id(module))
+    if found is None:
+        for own, leaf in leaves_of(module):
+            path = collector.paths.get(id(leaf))
+            if path is not None and (path == own or path.endswith(f".{own}")):
+                found = path.removesuffix(own).rstrip(".")
+                break
+    if found is not None:
+        for own, part in _parts(vars(module)):
+            collector.paths.setdefault(id(part), ".".join(filter(None, (found, own))))
+    return found
+
+
+def _parts(values: Any) -> Iterator[tuple[str, Any]]:
+    """Modules inside of a module's attributes, in lists and dicts too, without those in other modules."""
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, dict | list | tuple):
+            for own, part in _parts(value):
+                yield f"{key}.{own}", part
+        elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+            yield str(key), value
+
+
+def _leaves_of_tree(module: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(module)[0]:
+        yield path_name(path), leaf
+
+
+def _leaves_of_nnx(module: Any) -> Iterator[tuple[str, Any]]:
+    nnx = sys.modules["flax.nnx"]
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        yield ".".join(map(str, path)), variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable

@@ -1,0 +1,88 @@
+"""The settings of the optimizers that a script makes, under torch's names."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import optax
+
+_KINDS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+"""Optimizers with the same rule in torch. Others are stated under optax's names."""
+_NUMBERS = {"learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "eps"}
+_ONLY_IN_OPTAX = ("nesterov", "eps_root", "mask")
+"""Options that change the rule to one that torch has not under the same name."""
+_CLIPPING = "clip_by_global_norm"
+
+
+class Noted:
+    """The optimizers that a script has made."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[tuple[str, dict[str, Any]]] = []
+        self.clips: list[Any] = []
+
+    def settings(self) -> dict[str, Any]:
+        """For a manifest; empty unless the script has made one optimizer."""
+        if len(self.optimizers) != 1:
+            return {}
+        name, given = self.optimizers[0]
+        is_of_torch = name in _KINDS and not any(given.get(option) for option in _ONLY_IN_OPTAX)
+        found: dict[str, Any] = {"optimizer": _KINDS[name] if is_of_torch else name}
+        found |= {ours: float(given[own]) for own, ours in _NUMBERS.items() if _is_number(given.get(own))}
+        if _is_number(given.get("b1")) and _is_number(given.get("b2")):
+            found["betas"] = [float(given["b1"]), float(given["b2"])]
+        if len(self.clips) == 1 and _is_number(self.clips[0]):
+            found["clip"] = float(self.clips[0])
+        return found
+
+    def schedule(self) -> Callable | None:
+        """The schedule of the learning rate, if the optimizer has one."""
+        rate = self.optimizers[0][1].get("learning_rate") if len(self.optimizers) == 1 else None
+        return rate if callable(rate) else None
+
+
+noted = Noted()
+
+
+@contextmanager
+def noting_optimizers() -> Iterator[None]:
+    """A context in which `noted` knows the optimizers that are made."""
+    noted.__init__()
+    makers = {
+        name: maker
+        for name, maker in vars(optax).items()
+        if inspect.isfunction(maker) and (_takes_rate(maker) or name == _CLIPPING)
+    }
+    with ExitStack() as stack:
+        for name, maker in makers.items():
+            setattr(optax, name, _noting(name, maker))
+            stack.callback(setattr, optax, name, maker)
+        yield
+
+
+def _noting(name: str, maker: Callable) -> Callable:
+    signature = inspect.signature(maker)
+
+    @functools.wraps(maker)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = maker(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if name == _CLIPPING:
+            noted.clips.append(given.arguments["max_norm"])
+        elif _is_number(rate := given.arguments["learning_rate"]) or callable(rate):
+            noted.optimizers.append((name, dict(given.arguments)))
+        return made
+
+    return make
+
+
+def _takes_rate(maker: Callable) -> bool:
+    names = inspect.signature(maker).parameters
+    return next(iter(names), "") == "learning_rate" and not maker.__name__.startswith(("scale_by", "_"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

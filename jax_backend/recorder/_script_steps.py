@@ -1,0 +1,291 @@
+"""Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from crossframe.errors import UsageError
+from jax_backend.activations import Activations
+from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._module_calls import canonical_module
+from jax_backend.recorder._optimizer_settings import noted
+from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
+
+USE_RECORDER = """record from inside the script:
+
+    from jax_backend import Recorder
+
+    with Recorder("runs/mine", params) as recorder:
+        params = recorder.params
+        for batch in batches:
+            ...                                   # loss, grads, updates: as before
+            recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
+_MOST_WITHOUT_UPDATE = 8
+
+
+@dataclass(frozen=True)
+class ArrayInterior:
+    """The interior of one microbatch.
+
+    Attributes:
+        params: the parameters of the forward, by name.
+        activations: their values are dicts by rank.
+    """
+
+    params: Mapping[str, Any]
+    activations: Activations
+
+
+class Steps:
+    """The steps of a script.
+
+    Args:
+        begin: makes the recorder, from the initial parameters, at the end of the first step; None: nothing is recorded.
+        finished: called at the end of each step with its loss.
+    """
+
+    def __init__(self, begin: Callable[[Any], Recorder] | None, finished: Callable[[Any], None]) -> None:
+        self._begin, self._finished = begin, finished
+        self.recorder: Recorder | None = None
+        self.number = 0
+        self._gradients: list[tuple[Tap, Sequence[Any]]] = []
+        self._update: Tap | None = None
+        self._names: tuple[str, ...] = ()
+
+    def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
+        """Add taps in the order of the program.
+
+        Args:
+            batch: the arrays of the batch of their gradients.
+        """
+        for tap in taps:
+            if tap.kind == GRADIENT:
+                self._check_updated(tap)
+                self._gradients.append((tap, batch))
+            elif tap.kind == UPDATE:
+                self._check_update(tap)
+                self._update = tap
+            elif tap.kind == APPLY and self._update is not None and set(tap.about[0]) == set(self._update.about[0]):
+                self._end(self._update, tap)
+
+    def _check_updated(self, tap: Tap) -> None:
+        """Raise UsageError if parameters change, but not by optax."""
+        if len(self._gradients) < _MOST_WITHOUT_UPDATE or self._update is not None:
+            return
+        first = self._gradients[0][0]
+        if first.about[0] != tap.about[0]:
+            return
+        pairs = zip(first.values["diff"], tap.values["diff"], strict=True)
+        if any(_differ(a.array, b.array) for a, b in pairs):
+            raise UsageError(
+                f"{len(self._gradients)} gradients were taken of changing parameters, but no optimizer of optax updated them; "
+                f"{USE_RECORDER}"
+            )
+
+    def _check_update(self, tap: Tap) -> None:
+        if tap.scans:
+            raise UsageError(
+                f"{tap.scans[0]} optimizer steps run inside one jax.lax.scan, where none of them can be recorded alone; let the "
+                f"script call one step at a time (jax.lax.scan over microbatches can be recorded), or {USE_RECORDER}"
+            )
+        names, _ = tap.about
+        known = self._names if self._update is None else self._update.about[0]
+        if known and names != known:
+            raise UsageError(
+                f"the script trains more than one model: an optimizer updated {_listed(names)} after one that updated "
+                f"{_listed(known)}; {USE_RECORDER}"
+            )
+        if self._update is not None:
+            raise UsageError(
+                f"updates of the optimizer were not added to the parameters by optax.apply_updates; add them by it, or "
+                f"{USE_RECORDER}"
+            )
+        if not self._matching(tap):
+            what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
+            raise UsageError(
+                f"an optimizer of optax updated {_listed(names)}, but before it {what} taken by jax.grad or "
+                f"jax.value_and_grad where it can be seen (jax.pmap, jax.vjp and jax.lax.while_loop are not followed); "
+                f"{USE_RECORDER}"
+            )
+
+    def _matching(self, update: Tap) -> list[tuple[Tap, Sequence[Any]]]:
+        """The gradients of this step that are of the parameters."""
+        shapes = sorted(update.about[1])
+        found = [each for each in self._gradients if sorted(each[0].about[1]) == shapes]
+        return found or (self._gradients if len(self._gradients) == 1 else [])
+
+    def _end(self, update: Tap, apply: Tap) -> None:
+        if "mini_step" in update.values and int(update.values["mini_step"].array):
+            self._update = None  # its gradient is only accumulated
+            return
+        gradients = self._matching(update)
+        losses = [_mean(tap) for tap, _ in gradients]
+        loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
+        self._gradients, self._update, self._names = [], None, update.about[0]
+        if self._begin is not None:
+            self._record(loss, update, apply, gradients)
+        self.number += 1
+        self._finished(loss)
+
+    def _record(self, loss: Any, update: Tap, apply: Tap, gradients: list[tuple[Tap, Sequence[Any]]]) -> None:
+        before, after = _named(apply, "before"), _named(apply, "after")
+        if self.recorder is None:
+            assert self._begin is not None
+            if missing := [name for name, value in before.items() if value.array is None]:
+                raise UsageError(
+                    f"the initial values of {_listed(missing)} are no arguments of the step, so that they are not known; pass "
+                    f"them to the jitted function, or {USE_RECORDER}"
+                )
+            initial = ((name, _placed(value.array, after[name].array)) for name, value in before.items())
+            self.recorder = self._begin(OrderedDict(initial))
+        grid = self.recorder.grid
+        params = _arrays(after)
+        grads = _arrays(
+            OrderedDict(
+                (name, _reduced(value, after[name].array))
+                for name, value in zip(update.about[0], update.values["grads"], strict=True)
+            )
+        )
+        microbatches = [_microbatches(tap, batch) for tap, batch in gradients]
+        if self.recorder.is_dense() and (values := _arrays(before)) is not None:
+            for tap, parts in zip((tap for tap, _ in gradients), microbatches, strict=True):
+                for interior in _interiors(tap, parts, values, grid, update.about[0]):
+                    self.recorder.add_interior(interior)
+        state = _state(update.values["state"])
+        batches = list(batches_of(grid, [part for parts in microbatches for part in parts]).values())
+        self.recorder.step(
+            loss=loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss),
+            params=params,
+            grads=grads,
+            opt_state=state,
+            batch=batches,
+            learning_rate=_rate(update.values["state"], state),
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two parameters have other values; one that was donated has changed since."""
+    if a is b or a is None or b is None:
+        return False
+    if any(isinstance(each, jax.Array) and each.is_deleted() for each in (a, b)):
+        return True
+    return not np.array_equal(a, b, equal_nan=True)
+
+
+def _mean(tap: Tap) -> Any:
+    """The mean loss of a gradient, or that of each rank: a new array, which the script cannot donate."""
+    value: Value = tap.values["loss"]
+    return jnp.mean(value.array, axis=tuple(range(int(value.by_rank), np.ndim(value.array))))
+
+
+def _named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
+    return OrderedDict(zip(tap.about[0], tap.values[what], strict=True))
+
+
+def _arrays(values: Mapping[str, Value]) -> Any:
+    """The arrays, in order; None if any is missing."""
+    if any(value.array is None for value in values.values()):
+        return None
+    return OrderedDict((name, value.array) for name, value in values.items())
+
+
+def _placed(before: Any, after: Any) -> Any:
+    """Initial parameters on the devices on which the first step left them."""
+    if not isinstance(after, jax.Array) or (isinstance(before, jax.Array) and before.sharding == after.sharding):
+        return before
+    return jax.device_put(np.asarray(before), after.sharding)
+
+
+def _reduced(value: Value, like: Any) -> Value:
+    """A gradient as an array with the sharding of its parameter."""
+    if value.array is None or not value.by_rank:
+        return value
+    if like is None or {part.device for part in value.array.addressable_shards} != set(like.sharding.device_set):
+        return Value(None)
+    rows = [part.data[0] for part in value.array.addressable_shards]
+    return Value(jax.make_array_from_single_device_arrays(like.shape, like.sharding, rows))
+
+
+def _state(values: Any) -> Any:
+    """The optimizer state; None if the program does not return all of it."""
+    leaves, structure = jax.tree.flatten(values)
+    if any(leaf.array is None for leaf in leaves):
+        return None
+    return jax.tree.unflatten(structure, [leaf.array[0] if leaf.by_rank else leaf.array for leaf in leaves])
+
+
+def _rate(values: Any, state: Any) -> Any:
+    """The learning rate of a step, if the state or the schedule says it."""
+    if (schedule := noted.schedule()) is not None:
+        nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+        counts: list[Any] = [node.count for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
+        if len(counts) == 1 and counts[0].array is not None:
+            return schedule(counts[0].array - 1)
+    rates = rates_in(state)
+    return jnp.copy(rates[0]) if len(rates) == 1 else None
+
+
+def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
+    """The arrays of each microbatch of a gradient: a scan over microbatches cuts those that have its length."""
+    if len(tap.scans) != 1:
+        return [batch]
+    number = tap.scans[0]
+    return [[leaf[i] if leaf.shape[0] == number else leaf for leaf in batch] for i in range(number)]
+
+
+def _interiors(
+    tap: Tap, microbatches: Sequence[Sequence[Any]], params: Any, grid: Grid, names: Sequence[str]
+) -> "list[ArrayInterior]":
+    """The interior of each microbatch of a gradient."""
+    if len(tap.scans) > 1:
+        return []
+    paths, _, about = tap.about
+    found = []
+    for i, batch in enumerate(microbatches):
+        values: dict[tuple[str, str], Any] = {}
+        for (raw, use), value in zip(about, tap.values["inside"], strict=True):
+            array = value.array
+            if tap.scans:
+                array = array[:, i] if value.by_rank else array[i]
+            key = canonical_module(raw, paths, names), use
+            values.setdefault(key, _by_rank(Value(array, value.by_rank), batch, grid))
+        found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))
+    return found
+
+
+def _by_rank(value: Value, batch: Sequence[Any], grid: Grid) -> dict[int, np.ndarray]:
+    """Each rank's part of an activation: the rows that belong to the samples on its device."""
+    if value.by_rank:
+        return {rank: grid.rows(value.array, rank)[0] for rank in grid.here}
+    whole = np.asarray(value.array)
+    size = batch[0].shape[0] if batch else 0
+    if not size or not whole.ndim or whole.shape[0] % size:
+        return dict.fromkeys(grid.here, whole)
+    per_sample, found = whole.shape[0] // size, {}
+    for rank in grid.here:
+        start, stop = _samples(batch[0], grid, rank)
+        found[rank] = whole[start * per_sample : stop * per_sample]
+    return found
+
+
+def _samples(array: Any, grid: Grid, rank: int) -> tuple[int, int]:
+    """The samples of a rank, as `Grid.rows` reads them."""
+    size, world = array.shape[0], grid.spec.world_size
+    if isinstance(array, jax.Array):
+        index = array.sharding.devices_indices_map(array.shape).get(grid.devices[rank])
+        if index is not None and (own := index[0].indices(size)[:2]) != (0, size):
+            return own
+    if size % world:
+        return 0, size
+    return rank * size // world, (rank + 1) * size // world

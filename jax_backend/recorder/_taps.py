@@ -1,0 +1,277 @@
+"""Values inside of functions that JAX traces, and how they leave them.
+
+[Note: how values leave a traced function] A function that JAX traces, such as one under jit, is traced together with a
+`Collector`, and returns a `Packed` besides its own result. A value that is an argument or a result of the function leaves it by
+its index only, which costs nothing; others become further results, if the `Detail` of the program includes them. So there are no
+callbacks in the program, and no program depends on the step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import core
+from jax._src.interpreters.batching import BatchTrace, BatchTracer
+
+
+class Detail(IntEnum):
+    """The values that a program returns besides its own results."""
+
+    LOSSES = 0
+    """Losses, and arguments and results of the program by reference."""
+    VALUES = 1
+    """All but the interior of the loss function."""
+    INTERIOR = 2
+    """Also inputs and outputs of modules."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value, which is a leaf of a pytree.
+
+    Attributes:
+        array: None if the program does not return it.
+        by_rank: whether it has a leading dim of ranks, the devices of a shard_map.
+    """
+
+    array: Any
+    by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A point of interest in a program.
+
+    Attributes:
+        kind: its name.
+        about: what is known of it without its values. Hashable.
+        values: pytrees of `Value`, by name.
+        scans: numbers of iterations of the scans around it, outermost first. Its values have these leading dims, after that of
+            ranks.
+    """
+
+    kind: str
+    about: Any
+    values: Mapping[str, Any]
+    scans: tuple[int, ...] = ()
+
+
+GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
+ALWAYS = frozenset({"loss", "mini_step"})
+"""Names of values that every program returns."""
+BY_REFERENCE = frozenset({"diff", "state_before", "before"})
+"""Names of values that no program returns: they are its arguments, or unknown."""
+
+
+Reference = tuple[Any, ...]
+"""Where a value is: ("in", index of the argument), ("out", index of the result), ("above", index of an argument of the calling
+function), ("kept", index among further results, whether it has a dim of ranks), ("scalar", number), or ("missing",)."""
+
+
+@dataclass(frozen=True)
+class PackedTap:
+    """A tap without its arrays.
+
+    Attributes:
+        kind, about, scans: of the tap.
+        structure: of all values, by name.
+        references: (name, reference) of each value.
+    """
+
+    kind: str
+    about: Any
+    structure: Any
+    references: tuple[tuple[str, Reference], ...]
+    scans: tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Taps as a result of a traced function.
+
+    Attributes:
+        arrays: further results.
+        taps: static.
+    """
+
+    arrays: list[Any]
+    taps: tuple[PackedTap, ...] = field(metadata={"static": True})
+
+
+@dataclass
+class Collector:
+    """The taps of a function that is being traced, or, for the outermost one, of the program that runs.
+
+    Attributes:
+        trace: JAX's trace of the function; None: JAX's evaluation.
+        inputs: the function's arguments, as they are traced.
+        paths: paths of parameters by the id of their values.
+        in_loss: whether the function is, or is in, a loss function that is being differentiated.
+        above: the collector of the function that calls it.
+        is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
+    """
+
+    trace: Any
+    detail: Detail
+    inputs: Sequence[Any] = ()
+    paths: dict[int, str] = field(default_factory=dict)
+    in_loss: bool = False
+    above: "Collector | None" = None
+    is_cached: bool = False
+    taps: list[Tap] = field(default_factory=list)
+
+    def add(self, taps: Iterable[Tap]) -> None:
+        """Add taps in the order of the program."""
+        self.taps.extend(taps)
+
+    def is_current(self) -> bool:
+        """Whether values of JAX's current trace belong to this function."""
+        current = core.trace_ctx.trace
+        return isinstance(current, core.EvalTrace) if self.trace is None else current is self.trace
+
+
+_collector: ContextVar[Collector | None] = ContextVar("collector", default=None)
+
+
+def innermost() -> Collector | None:
+    """The innermost collector, whether or not it is that of the current trace."""
+    return _collector.get()
+
+
+def current() -> Collector | None:
+    """The collector of the current trace; None if there is none."""
+    found = _collector.get()
+    return found if found is not None and found.is_current() else None
+
+
+@contextmanager
+def collecting(collector: Collector) -> Iterator[Collector]:
+    """A context whose taps go to a collector."""
+    token = _collector.set(collector)
+    try:
+        yield collector
+    finally:
+        _collector.reset(token)
+
+
+def traced(above: Collector, inputs: Any = (), **options: Any) -> Collector:
+    """The collector of a function inside another one, at the beginning of its trace.
+
+    Args:
+        inputs: a pytree of its arguments.
+        options: of `Collector`, where they differ from those of `above`.
+    """
+    given = {"in_loss": above.in_loss, "paths": above.paths, "detail": above.detail} | options
+    return Collector(core.trace_ctx.trace, inputs=jax.tree.leaves(inputs), above=above, **given)
+
+
+def at_level(collector: Collector, value: Any) -> Any:
+    """A value of the current trace as a value of the collector's, with leading dims for the vmaps between them; None if there is
+    anything else between them."""
+    trace = core.trace_ctx.trace
+    while trace is not collector.trace and not (collector.trace is None and isinstance(trace, core.EvalTrace)):
+        if not isinstance(trace, BatchTrace):
+            return None
+        trace = trace.parent_trace
+    while isinstance(value, BatchTracer) and value._trace is not trace:
+        size, dim = value.val, value.batch_dim
+        with core.set_current_trace(value._trace.parent_trace):
+            value = jnp.moveaxis(size, dim, 0) if dim else size
+    return value
+
+
+def pack(taps: Sequence[Tap], outputs: Any, collector: Collector, lead: Callable[[Any], Any] | None = None) -> Packed:
+    """Taps as a result of the function whose taps they are.
+
+    Args:
+        outputs: the function's own results, a pytree.
+        lead: adds a dim of ranks to an array, in a shard_map.
+    """
+    arrays: list[Any] = []
+    found: list[PackedTap] = []
+    above = () if collector.above is None or collector.is_cached else collector.above.inputs
+    inputs, results = _places("in", collector.inputs), _places("out", jax.tree.leaves(outputs))
+    for tap in taps:
+        references: list[tuple[str, Reference]] = []
+        for name in sorted(tap.values):  # as JAX sorts dicts
+            is_kept = name in ALWAYS or (collector.detail > Detail.LOSSES and name not in BY_REFERENCE)
+            # An argument that is returned as it is may be donated: then only the result remains.
+            own = results | inputs if name in BY_REFERENCE else inputs | results
+            places = _places("above", above) | own
+            for value in jax.tree.leaves(tap.values[name]):
+                reference: Reference = ("missing",)
+                if not _is_array(value.array):
+                    reference = ("scalar", value.array) if isinstance(value.array, int | float) else reference
+                elif not value.by_rank and id(value.array) in places:
+                    reference = places[id(value.array)]
+                elif is_kept:
+                    reference = ("kept", len(arrays), value.by_rank or lead is not None)
+                    arrays.append(value.array if lead is None else lead(value.array))
+                references.append((name, reference))
+        structure = jax.tree.structure(dict(tap.values))
+        found.append(PackedTap(tap.kind, tap.about, structure, tuple(references), tap.scans))
+    return Packed(arrays, tuple(found))
+
+
+def unpacked(packed: Packed, inputs: Any, outputs: Any, above: Sequence[Any] = ()) -> list[Tap]:
+    """The taps of a function that has been called.
+
+    Args:
+        inputs, outputs: its arguments and results, pytrees.
+        above: the arguments of the function that called it.
+    """
+    places = {"in": jax.tree.leaves(inputs), "out": jax.tree.leaves(outputs), "above": above}
+
+    def value_of(reference: Reference) -> Value:
+        kind, *at = reference
+        if kind == "kept":
+            return Value(packed.arrays[at[0]], at[1])
+        return Value(None if kind == "missing" else at[0] if kind == "scalar" else places[kind][at[0]])
+
+    return [
+        Tap(
+            tap.kind,
+            tap.about,
+            jax.tree.unflatten(tap.structure, [value_of(each) for _, each in tap.references]),
+            tap.scans,
+        )
+        for tap in packed.taps
+    ]
+
+
+def of_scan(packed: Packed, length: int, above: Sequence[Any]) -> list[Tap]:
+    """The taps of the body of a scan. Activations of a scan inside a loss function, such as one over layers, are left out."""
+    arrays = list(packed.arrays)
+    for tap in packed.taps:
+        for _, reference in tap.references:
+            if reference[0] == "kept" and reference[2]:  # the dim of ranks comes first
+                arrays[reference[1]] = jnp.moveaxis(arrays[reference[1]], 1, 0)
+    taps = unpacked(replace(packed, arrays=arrays), (), (), above)
+    return [replace(tap, scans=(length, *tap.scans)) for tap in taps if tap.kind != ACTIVATION]
+
+
+def merged(taps: Sequence[Tap], more: Sequence[Tap]) -> list[Tap]:
+    """The taps of a program, with the values that it does not return from one that has more detail."""
+    found = []
+    for tap, other in zip(taps, more, strict=True):
+        values = dict(other.values)
+        for name, each in tap.values.items():
+            if jax.tree.structure(each) != jax.tree.structure(values[name]):  # the interior, which only one has
+                continue
+            values[name] = jax.tree.map(lambda a, b: b if a.array is None else a, each, values[name])
+        found.append(replace(other, values=values))
+    return found
+
+
+def _places(kind: str, leaves: Sequence[Any]) -> dict[int, tuple[str, int]]:
+    return {id(leaf): (kind, i) for i, leaf in enumerate(leaves) if _is_array(leaf)}
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")

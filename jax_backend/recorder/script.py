@@ -1,0 +1,338 @@
+"""Records an unchanged training script. `crossframe record SCRIPT` starts `main` in a process.
+
+The script's calls of `jax.jit`, `jax.value_and_grad`, `jax.grad` and optax are followed. The parameters are what an optimizer of
+optax updates, and the loss is that of the gradients of their shapes. A step ends when `optax.apply_updates` adds the updates. The
+batch is what the step, or else the loss function, is called with besides parameters, state and random keys.
+
+[Note: what a recorded script runs] A jitted function that takes a gradient or updates parameters runs as a program that also
+returns the loss, at every step. At recorded steps another program runs before it on the same arguments, which returns all that is
+recorded and takes as long again. So the script gets the same bits whichever steps are recorded.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import crossframe.scripts
+from crossframe.errors import UsageError
+from crossframe.operators import Request
+from crossframe.recording import Schedule
+from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
+from crossframe.scripts import run_script
+from jax_backend.recorder._arrays import placed_like
+from jax_backend.recorder._operator_trace import OperatorTrace
+from jax_backend.recorder._optimizer_settings import noted
+from jax_backend.recorder._patches import Gradient, Jitted, Patches, Root
+from jax_backend.recorder._recorder import Recorder
+from jax_backend.recorder._script_steps import USE_RECORDER, Steps
+from jax_backend.recorder._taps import (
+    APPLY,
+    BY_REFERENCE,
+    GRADIENT,
+    UPDATE,
+    Detail,
+    Packed,
+    Tap,
+    collecting,
+    merged,
+    unpacked,
+)
+from jax_backend.tree import path_name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a jitted function before it runs. Arguments are known by their index in the flattened arguments.
+
+    Attributes:
+        kinds: kinds of its taps, in order.
+        is_incomplete: whether recorded steps need a program with more detail.
+        params: names of the arguments that are parameters.
+        batch: the arguments that are the batch.
+    """
+
+    kinds: tuple[str, ...]
+    is_incomplete: bool
+    params: dict[int, str]
+    batch: tuple[int, ...]
+
+
+class ScriptRecorder:
+    """Follows a running script, and records it.
+
+    Args:
+        directory, options: of `Recorder`.
+    """
+
+    def __init__(self, directory: str | Path, **options: Any) -> None:
+        self.perturbed_run = perturbed_run_number(options.pop("perturbed_run", None))
+        self._directory, self._options = directory, options
+        self._schedule = Schedule(options.get("dense", 2), options.get("every", 100), tuple(options.get("windows", ())))
+        request = Request.from_environment()
+        # The run is repeated for the operators of one step; its recording does not matter.
+        self._request, self._trace = request, None if request is None else OperatorTrace(request)
+        self._steps = Steps(self._begin if request is None else None, self._stepped)
+        self._moved: dict[int, tuple[Any, Any]] = {}
+        self._patches = Patches()
+        self._hidden: set[str] = set()
+        self._num_gradients = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the script runs."""
+        with self._patches, collecting(Root(self)):
+            yield
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the recording, unless the script failed.
+
+        Raises:
+            UsageError: the script succeeded without training.
+        """
+        if self._trace is not None:
+            self._trace.end()
+        if self._steps.recorder is not None:
+            self._steps.recorder.__exit__(type(error) if error else None, error, None)
+        elif error is None:
+            raise UsageError(self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        if self._hidden:
+            return self._about_hidden()
+        what = "an optimizer of optax never updated parameters with" if self._num_gradients else "jax.jit did not see"
+        return (
+            f"nothing was trained that can be followed: {what} gradients of jax.grad or jax.value_and_grad. Functions compiled "
+            "ahead of time (lower and compile), jax.pmap, and processes that the script starts by itself are not followed; "
+            f"{USE_RECORDER}"
+        )
+
+    def _about_hidden(self) -> str:
+        return (
+            f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
+            f"inside jax.pmap, jax.vmap, jax.lax.cond, while_loop or jax.checkpoint); move it out of there, or {USE_RECORDER}"
+        )
+
+    # The script calls
+
+    def call(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a jitted function of the script."""
+        self._patches.libraries()
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # What is no number selects a program, if the argument is static.
+        static = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, bool | str))
+        if (structure, static) not in jitted.plans:
+            jitted.plans[structure, static] = self._plan(jitted, args, kwargs)
+        plan: Plan = jitted.plans[structure, static]
+        if not plan.kinds:
+            return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
+        if self.perturbed_run and self._steps.number == 0:
+            for i, name in plan.params.items():
+                self._move(leaves[i], name)
+            leaves = [self._now(leaf) for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+        num_steps = max(plan.kinds.count(APPLY), 1)
+        steps = range(self._steps.number, self._steps.number + num_steps)
+        if self._trace is not None:
+            return self._traced(jitted, args, kwargs, steps)
+        is_dense = any(map(self._schedule.is_dense, steps))
+        donates = jitted.donates
+        kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
+        batch = [_copied(leaves[i]) if donates else leaves[i] for i in plan.batch]
+        given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
+        more: list[Tap] | None = None
+        if (is_dense and GRADIENT in plan.kinds) or (
+            plan.is_incomplete and any(self._schedule.records(step, None) for step in steps)
+        ):
+            program = jitted.program(Detail.INTERIOR if is_dense else Detail.VALUES)
+            result, packed = program(*args, **kwargs)
+            more = unpacked(packed, given, result)
+        result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
+        taps = unpacked(packed, given, result)
+        self._add(taps if more is None else merged(taps, more), batch)
+        return result
+
+    def _traced(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
+        assert self._trace is not None
+        self._trace.begin_step(steps.start)
+        # Its operators know their modules.
+        program = jitted.program(Detail.INTERIOR if self._trace.active else Detail.LOSSES)
+        result, packed = program(*args, **kwargs)
+        self._add(unpacked(packed, (args, kwargs), result), [])
+        return result
+
+    def gradient(self, step: Gradient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a differentiated function outside of jit."""
+        self._patches.libraries()
+        leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
+        if self.perturbed_run and self._steps.number == 0:
+            for path, leaf in leaves:
+                self._move(leaf, path_name(path))
+            args, kwargs = self.replaced(args), self.replaced(kwargs)
+        own = {id(self._now(leaf)) for _, leaf in leaves}
+        given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in own]
+        batch = [leaf for leaf in given if _may_be_batch(leaf)] or [
+            leaf for leaf in jax.tree.leaves(_named_in(step.fun)) if _may_be_batch(leaf)
+        ]
+        if self._trace is not None:
+            self._trace.begin_step(self._steps.number)
+        result, tap = step.plain(args, kwargs)
+        if self._trace is None and self._schedule.is_dense(self._steps.number):
+            with_interior = step.with_interior(args, kwargs)[1]
+            tap = merged([tap], [with_interior])[0]
+        self._add([tap], batch)
+        return result
+
+    def replaced(self, tree: Any) -> Any:
+        """A pytree with the initial parameters of this run."""
+        return jax.tree.map(self._now, tree) if self._moved else tree
+
+    def hidden(self, what: str) -> None:
+        """A function of an optimizer was traced where its values cannot leave."""
+        self._hidden.add(what)
+
+    def tapped(self, taps: list[Tap]) -> None:
+        """Taps outside of jit."""
+        self._add(taps, [])
+
+    def _add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
+        self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)
+        self._steps.add(taps, batch)
+
+    # Before a jitted function runs
+
+    def _plan(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        before = set(self._hidden)
+        result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
+        kinds = tuple(tap.kind for tap in packed.taps)
+        references = [each for tap in packed.taps for each in tap.references]
+        if self._hidden - before and UPDATE not in kinds and GRADIENT not in kinds:
+            raise UsageError(self._about_hidden())
+        params: dict[int, str] = {}
+        for what in ("before", "diff"):
+            if not params:
+                params = _referred(packed, what)
+        known = set(params) | {reference[1] for _, reference in references if reference[0] == "in"}
+        is_incomplete = any(reference[0] == "missing" and name not in BY_REFERENCE for name, reference in references)
+        batch = _batch(args, kwargs, result, known) if GRADIENT in kinds else ()
+        return Plan(kinds, is_incomplete, params, batch)
+
+    def _move(self, leaf: Any, name: str) -> None:
+        """Give a perturbed run its own initial value of a parameter."""
+        if id(leaf) in self._moved or not _is_floating(leaf):
+            return
+        moved = placed_like(leaf, perturbed_values(name, np.asarray(leaf), self.perturbed_run))
+        self._moved[id(leaf)] = leaf, moved
+        self._moved[id(moved)] = moved, moved
+
+    def _now(self, leaf: Any) -> Any:
+        return self._moved[id(leaf)][1] if id(leaf) in self._moved else leaf
+
+    # Steps
+
+    def _begin(self, params: Any) -> Recorder:
+        if jax.process_count() > 1:
+            raise UsageError(
+                f"the script runs in {jax.process_count()} processes, and crossframe record follows one process of JAX with all "
+                f"its devices; {USE_RECORDER}"
+            )
+        stated = noted.settings()
+        options = dict(self._options)
+        settings = stated | dict(options.pop("settings", None) or {})
+        recorder = Recorder(
+            self._directory,
+            params,
+            perturbed_run=self.perturbed_run,
+            learning_rate=stated.get("lr"),
+            settings=settings,
+            **options,
+        ).__enter__()
+        if self.perturbed_run:
+            recorder.began_with(params)
+        return recorder
+
+    def _stepped(self, loss: Any) -> None:
+        self._moved.clear()
+        if self._trace is not None and self._trace.active:
+            self._trace.finish(loss)
+
+
+def _copied(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _may_be_batch(leaf: Any) -> bool:
+    """Whether a value may be part of a batch: an array with dims that is no random key."""
+    if not hasattr(leaf, "dtype") or not np.ndim(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return False
+    return not (leaf.dtype == np.uint32 and leaf.shape == (2,))
+
+
+def _named_in(fun: Any) -> list[Any]:
+    """The arrays, in dicts, lists or tuples too, to which a function of the script refers by name."""
+    try:
+        names = inspect.getclosurevars(inspect.unwrap(fun))
+    except (TypeError, ValueError):  # a function without Python code
+        return []
+    found = [*names.nonlocals.values(), *names.globals.values()]
+    return [each for each in found if isinstance(each, np.ndarray | jax.Array | dict | tuple | list)]
+
+
+def _referred(packed: Packed, what: str) -> dict[int, str]:
+    """Names of the arguments that are parameters, by index."""
+    found: dict[int, str] = {}
+    for tap in packed.taps:
+        own = [reference for name, reference in tap.references if name == what]
+        for name, reference in zip(tap.about[0], own, strict=False):
+            if reference[0] == "in":
+                found.setdefault(reference[1], name)
+    return found
+
+
+def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, ...]:
+    """The arguments that are the batch: not parameters or state of the optimizer, and not returned under the same name as the
+    statistics of norms and the metrics are."""
+    returned = {
+        (key, tuple(leaf.shape), leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]
+        for key in (path, _last_name(path))
+        if hasattr(leaf, "dtype")
+    }
+    found = []
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]):
+        if i in known or not _may_be_batch(leaf):
+            continue
+        # Positional arguments are the first part of the pair of arguments.
+        if not {(key, tuple(leaf.shape), leaf.dtype) for key in (path[1:], _last_name(path))} & returned:
+            found.append(i)
+    return tuple(found)
+
+
+def _last_name(path: Any) -> str | None:
+    last = next((key for key in reversed(path) if not isinstance(key, jax.tree_util.SequenceKey)), None)
+    name = None if last is None else getattr(last, "key", getattr(last, "name", None))
+    return name if isinstance(name, str) and isinstance(path[-1], type(last)) else None
+
+
+def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:
+    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+
+    Args:
+        directory, options: of `Recorder`.
+    """
+    return run_script(ScriptRecorder(directory, **options), script, arguments)
+
+
+def main() -> int:
+    """`crossframe.scripts.main`."""
+    return crossframe.scripts.main(run)

@@ -1,0 +1,361 @@
+"""Training scripts in the style of public examples, which know nothing of the recorder. Each trains on `batches` for a few steps.
+
+`FAULT` in the environment of a script is a factor on the gradient of one parameter, which is a bug unless it is 1.
+"""
+
+HEAD = """
+import os
+from functools import partial
+import jax, jax.numpy as jnp, numpy as np, optax
+FAULT = float(os.environ.get("FAULT", "1"))
+rng = np.random.default_rng(0)
+batches = [
+    {"image": rng.normal(size=(8, 6)).astype(np.float32), "label": rng.integers(3, size=8)} for _ in range(3)
+]
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+"""
+
+FUNCTIONS = (
+    HEAD
+    + """
+def init(key):
+    keys = jax.random.split(key)
+    dense = lambda key, n, m: {"w": 0.3 * jax.random.normal(key, (n, m)), "b": jnp.zeros(m)}
+    return {"hidden": dense(keys[0], 6, 5), "out": dense(keys[1], 5, 3)}
+def dense(params, x):
+    return x @ params["w"] + params["b"]
+def forward(params, x):
+    x = jax.nn.relu(jax.named_call(dense, name="hidden")(params["hidden"], x))
+    return jax.named_call(dense, name="out")(params["out"], x)
+def loss_fn(params, x, y):
+    return cross_entropy(forward(params, x), y)
+def spoil(grads):
+    return grads | {"out": grads["out"] | {"w": grads["out"]["w"] * FAULT}}
+params = init(jax.random.key(0))
+"""
+)
+"""A model of functions, as in haiku after `transform`, with named calls."""
+
+LINEN = (
+    HEAD
+    + """
+from flax import linen as nn
+from flax.training import train_state
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.relu(nn.Dense(5)(x))
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(x)
+        return nn.Dense(3)(x)
+class State(train_state.TrainState):
+    batch_stats: dict
+@partial(jax.jit, static_argnums=3)
+def train_step(state, batch, key, train):
+    def loss_fn(params):
+        logits, changed = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats}, batch["image"], train=train,
+            mutable=["batch_stats"], rngs={"dropout": key},
+        )
+        return cross_entropy(logits, batch["label"]), (logits, changed)
+    (loss, (logits, changed)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    grads["Dense_1"]["kernel"] = grads["Dense_1"]["kernel"] * FAULT
+    state = state.apply_gradients(grads=grads, batch_stats=changed["batch_stats"])
+    return state, {"loss": loss, "accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+net = Net()
+variables = net.init(jax.random.PRNGKey(0), batches[0]["image"], train=False)
+state = State.create(
+    apply_fn=net.apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=optax.sgd(0.1, momentum=0.9)
+)
+for i, batch in enumerate(batches):
+    state, metrics = train_step(state, batch, jax.random.PRNGKey(i), True)
+result = state.params
+"""
+)
+
+NNX = (
+    HEAD
+    + """
+from flax import nnx
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)])
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+    def __call__(self, x):
+        return self.layers[1](nnx.relu(self.norm(self.layers[0](x))))
+def loss_fn(model, batch):
+    logits = model(batch["image"])
+    return cross_entropy(logits, batch["label"]), logits
+@nnx.jit
+def train_step(model, optimizer, metrics, batch):
+    (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+    metrics.update(loss=loss)
+    grads["layers"][1]["kernel"][...] = grads["layers"][1]["kernel"][...] * FAULT
+    optimizer.update(model, grads)
+model = Net(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+for batch in batches:
+    train_step(model, optimizer, metrics, batch)
+result = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+"""
+)
+
+EQUINOX = (
+    HEAD
+    + """
+import equinox as eqx
+class Net(eqx.Module):
+    layers: list
+    scale: jax.Array
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.layers = [eqx.nn.Linear(6, 5, key=keys[0]), jax.nn.relu, eqx.nn.Linear(5, 3, key=keys[1])]
+        self.scale = jnp.ones(3)
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+@eqx.filter_value_and_grad
+def compute_loss(model, x, y):
+    return cross_entropy(jax.vmap(model)(x), y)
+@eqx.filter_jit
+def make_step(model, opt_state, x, y):
+    loss, grads = compute_loss(model, x, y)
+    grads = eqx.tree_at(lambda tree: tree.layers[2].weight, grads, replace_fn=lambda leaf: leaf * FAULT)
+    updates, opt_state = optim.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+    return loss, eqx.apply_updates(model, updates), opt_state
+model = Net(jax.random.key(0))
+optim = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+opt_state = optim.init(eqx.filter(model, eqx.is_array))
+for batch in batches:
+    loss, model, opt_state = make_step(model, opt_state, batch["image"], batch["label"])
+result = eqx.filter(model, eqx.is_array)
+"""
+)
+
+TWO_CALLS = (
+    FUNCTIONS
+    + """
+tx = optax.adam(optax.linear_schedule(0.01, 0.0, 10))
+opt_state = tx.init(params)
+gradients = jax.jit(jax.grad(loss_fn))
+for batch in batches:
+    grads = spoil(gradients(params, batch["image"], batch["label"]))
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+result = params
+"""
+)
+"""The gradient alone under jit, without its value; the optimizer outside of jit, with a schedule."""
+
+EAGER = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
+for batch in batches:
+    loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch["image"], batch["label"]))(params)
+    updates, opt_state = tx.update(spoil(grads), opt_state)
+    params = optax.apply_updates(params, updates)
+result = params
+"""
+)
+
+ACCUMULATED = (
+    FUNCTIONS
+    + """
+tx = optax.MultiSteps(optax.adamw(0.01), every_k_schedule=2)
+opt_state = tx.init(params)
+@partial(jax.jit, donate_argnums=(0, 1))
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+    updates, opt_state = tx.update(spoil(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+for batch in batches:
+    for rows in (slice(4), slice(4, 8)):
+        params, opt_state, loss = step(params, opt_state, {name: part[rows] for name, part in batch.items()})
+result = params
+"""
+)
+
+SCANNED = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, microbatches):
+    def body(total, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+        return jax.tree.map(jnp.add, total, grads), loss
+    grads, losses = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), microbatches)
+    updates, opt_state = tx.update(spoil(jax.tree.map(lambda g: g / 2, grads)), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, losses.mean()
+for batch in batches:
+    microbatches = {name: part.reshape(2, 4, *part.shape[1:]) for name, part in batch.items()}
+    params, opt_state, loss = step(params, opt_state, microbatches)
+result = params
+"""
+)
+
+_MESH = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+tx = optax.adamw(0.01)
+"""
+
+SHARDED = (
+    FUNCTIONS
+    + _MESH
+    + """
+def placed(leaf):
+    cut = leaf.ndim == 2 and leaf.shape[0] % 2 == 0
+    return jax.device_put(leaf, NamedSharding(mesh, P("data") if cut else P()))
+params = jax.tree.map(placed, params)
+opt_state = tx.init(params)
+@partial(jax.jit, donate_argnums=(0, 1))
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+    updates, opt_state = tx.update(spoil(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+for batch in batches:
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    params, opt_state, loss = step(params, opt_state, batch)
+result = params
+"""
+)
+
+MAPPED = (
+    FUNCTIONS
+    + _MESH
+    + """
+opt_state = tx.init(params)
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P()))
+def step(params, opt_state, batch):
+    varying = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+    loss, grads = jax.value_and_grad(loss_fn)(varying, batch["image"], batch["label"])
+    grads = jax.lax.pmean(grads, "data")
+    updates, opt_state = tx.update(spoil(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, jax.lax.pmean(loss, "data")
+for batch in batches:
+    params, opt_state, loss = step(params, opt_state, batch)
+result = params
+"""
+)
+
+PER_SAMPLE = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, x, y):
+    of_sample = jax.vmap(jax.value_and_grad(lambda p, x, y: loss_fn(p, x[None], y[None])), (None, 0, 0))
+    losses, grads = of_sample(params, x, y)
+    grads = spoil(jax.tree.map(lambda g: jnp.clip(g, -9, 9).mean(0), grads))
+    updates, opt_state = tx.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+for batch in batches:
+    params, opt_state = step(params, opt_state, batch["image"], batch["label"])
+result = params
+"""
+)
+
+RECORDED = {
+    "linen": LINEN,
+    "nnx": NNX,
+    "equinox": EQUINOX,
+    "two_calls": TWO_CALLS,
+    "eager": EAGER,
+    "accumulated": ACCUMULATED,
+    "scanned": SCANNED,
+    "sharded": SHARDED,
+    "mapped": MAPPED,
+    "per_sample": PER_SAMPLE,
+}
+"""Scripts that are recorded, by name."""
+
+_BY_HAND = (
+    FUNCTIONS
+    + """
+gradients = jax.jit(jax.value_and_grad(loss_fn))
+for batch in batches * 5:
+    loss, grads = gradients(params, batch["image"], batch["label"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+"""
+)
+_TWO_MODELS = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+other = {"w": jnp.ones((6, 3)), "b": jnp.zeros(3)}
+@jax.jit
+def step(params, other, x, y):
+    grads = jax.grad(loss_fn)(params, x, y)
+    updates, _ = tx.update(grads, tx.init(params))
+    others = jax.grad(lambda p: cross_entropy(dense(p, x), y))(other)
+    others, _ = tx.update(others, tx.init(other))
+    return optax.apply_updates(params, updates), optax.apply_updates(other, others)
+for batch in batches:
+    params, other = step(params, other, batch["image"], batch["label"])
+"""
+)
+_STEPS_IN_A_SCAN = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+@jax.jit
+def epoch(params, batches):
+    def body(params, batch):
+        grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+        return optax.apply_updates(params, tx.update(grads, tx.init(params))[0]), None
+    return jax.lax.scan(body, params, batches)[0]
+params = epoch(params, jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
+"""
+)
+_IN_PMAP = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+@jax.pmap
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+params = step(jax.tree.map(lambda leaf: leaf[None], params), jax.tree.map(lambda leaf: leaf[None], batches[0]))
+"""
+)
+_NOT_ADDED = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
+for batch in batches:
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    updates, opt_state = tx.update(grads, opt_state)
+    params = jax.tree.map(lambda p, u: p + u, params, updates)
+"""
+)
+_NO_GRADIENT = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+loss, backward = jax.vjp(lambda p: loss_fn(p, batches[0]["image"], batches[0]["label"]), params)
+updates, _ = tx.update(backward(jnp.ones(()))[0], tx.init(params))
+params = optax.apply_updates(params, updates)
+"""
+)
+_NOTHING = FUNCTIONS + "loss_fn(params, batches[0]['image'], batches[0]['label'])\n"
+
+REFUSED = {
+    "by_hand": (_BY_HAND, "no optimizer of optax updated them"),
+    "two_models": (_TWO_MODELS, "more than one model"),
+    "steps_in_a_scan": (_STEPS_IN_A_SCAN, "3 optimizer steps run inside one jax.lax.scan"),
+    "in_pmap": (_IN_PMAP, "inside jax.pmap"),
+    "not_added": (_NOT_ADDED, "not added to the parameters by optax.apply_updates"),
+    "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
+    "nothing": (_NOTHING, "nothing was trained"),
+}
+"""Scripts that cannot be recorded, with a part of what is said of them."""

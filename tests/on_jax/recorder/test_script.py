@@ -1,0 +1,148 @@
+"""Scripts that know nothing of the recorder, recorded: what is recorded against what they compute."""
+
+import os
+import runpy
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.recording.perturbed_runs import perturbed_values
+from crossframe.scripts import NOT_RECORDED
+from crossframe.verdict import Verdict, compare
+from jax_backend.recorder import script
+from tests.on_jax.helpers.scripts import EAGER, MAPPED, RECORDED, REFUSED, SHARDED, TWO_CALLS
+
+MODULES = {
+    "linen": {"", "Dense_0", "BatchNorm_0", "Dropout_0", "Dense_1"},
+    "nnx": {"", "layers.0", "norm", "layers.1"},
+    "equinox": {"", "layers.0", "layers.2"},
+}
+ADAMW = {"optimizer": "AdamW", "lr": 0.01, "weight_decay": 1e-4, "eps": 1e-8, "betas": [0.9, 0.999]}
+STATED = {
+    "linen": {"optimizer": "SGD", "lr": 0.1, "momentum": 0.9},
+    "nnx": {"optimizer": "Adam", "lr": 0.01, "eps": 1e-8, "betas": [0.9, 0.999]},
+    "equinox": ADAMW | {"clip": 1.0},
+    "two_calls": {"optimizer": "Adam", "eps": 1e-8, "betas": [0.9, 0.999]},
+    "eager": {"optimizer": "SGD", "lr": 0.1},
+    "per_sample": {"optimizer": "SGD", "lr": 0.1},
+}
+OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip")
+# optax.MultiSteps accumulates in float32.
+PRECISION = {"accumulated": np.finfo(np.float32).eps}
+LONG = ("mapped", "scanned", "per_sample", "nnx")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Record a script in this process into tmp_path / name; (exit status, the script's variables)."""
+
+    def run(text, name="out", fault=1.0, **options):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setenv("FAULT", str(fault))
+        path, variables, own = tmp_path / "script.py", {}, runpy.run_path
+        path.write_text(text)
+        monkeypatch.setattr(runpy, "run_path", lambda *args, **given: variables.update(own(*args, **given)))
+        status = script.run(str(path), (), **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
+        monkeypatch.setattr(runpy, "run_path", own)
+        return status, variables
+
+    return run
+
+
+def plain(text):
+    """The result of a script that is not recorded."""
+    variables = {"__name__": "__main__"}
+    exec(compile(text, "script.py", "exec"), variables)
+    return jax.tree.leaves(variables["result"])
+
+
+def differences(pairs):
+    return [a.tolist() for a, b in pairs if not np.array_equal(a, b)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in RECORDED]
+)
+def test_recorded_scripts_compute_the_same_bits_and_are_recorded(tmp_path, run, name):
+    wanted = plain(RECORDED[name])
+    status, variables = run(RECORDED[name])
+    assert status == 0
+    assert not differences(zip(wanted, jax.tree.leaves(variables["result"]), strict=True))
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3 and found.recorded_steps() == (0, 2)
+    last = {name: found.full("update", 2, name) for name in found.manifest.params}
+    assert sorted(each.tobytes() for each in last.values()) == sorted(np.asarray(leaf).tobytes() for leaf in wanted)
+    batches = [found.batch(1, rank) for rank in range(found.manifest.world_size)]
+    assert sum(len(batch.sample_ids) for batch in batches) == 8
+    assert all(len(batch.inputs) == 2 for batch in batches)  # no statistics of norms, no random keys
+    modules = {module for _, module, _ in found.activations(0)}
+    assert modules == MODULES.get(name, {"hidden", "out"}) and not found.activations(2)
+    settings = found.manifest.settings
+    assert {option: settings[option] for option in OPTIONS if option in settings} == STATED.get(name, ADAMW)
+    if name == "two_calls":
+        assert [found.learning_rates(step)[0] for step in range(3)] == pytest.approx([0.01, 0.009, 0.008])
+    if name not in MODULES:
+        check_gradients(found, variables, 64 * float(PRECISION.get(name, np.finfo(np.float64).eps)))
+
+
+def check_gradients(found, variables, tolerance):
+    """The first step's loss and gradients against those of its whole batch; they are sums of some tens of numbers of order 1."""
+    initial = {name: found.full("parameters", 0, name) for name in found.manifest.params}
+    params = {part: {leaf: initial[f"{part}.{leaf}"] for leaf in ("w", "b")} for part in ("hidden", "out")}
+    batch = variables["batches"][0]
+    loss, grads = jax.value_and_grad(variables["loss_fn"])(params, batch["image"], batch["label"])
+    assert found.losses()[0].mean() == pytest.approx(float(loss), rel=tolerance)
+    for name in initial:
+        part, _, leaf = name.partition(".")
+        np.testing.assert_allclose(found.full("reduce", 0, name), grads[part][leaf], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_scripts_that_cannot_be_recorded_show_lines_to_add(run, capsys, name):
+    text, said = REFUSED[name]
+    assert run(text)[0] == NOT_RECORDED
+    errors = capsys.readouterr().err
+    assert said in errors and "recorder.step(params=params" in errors
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(SHARDED, id="sharded", marks=pytest.mark.exhaustive), pytest.param(EAGER, id="eager")]
+)
+def test_a_fault_in_a_script_is_found_where_it_begins(tmp_path, run, text):
+    for name, fault in (("a", 1.0), ("b", 1.0), ("c", 1.5)):
+        assert run(text, name, fault)[0] == 0
+    a, b, c = (Recording.open(tmp_path / name) for name in "abc")
+    assert compare(a, b).verdict is Verdict.EQUAL
+    found = compare(a, c)
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None
+    assert (where.step, where.phase, where.parameter) == (0, "reduce", "out.w")
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(TWO_CALLS, id="two calls"), pytest.param(MAPPED, id="one call", marks=pytest.mark.exhaustive)]
+)
+def test_a_perturbed_run_begins_one_unit_away_and_rounds_otherwise(tmp_path, run, text):
+    for number in range(2):
+        assert run(text, perturbed_run=number)[0] == 0
+    found = Recording.open(tmp_path / "out")
+    (other,) = found.perturbed_runs()
+    for name in found.manifest.params:
+        initial = found.full("parameters", 0, name)
+        np.testing.assert_array_equal(
+            other.full("parameters", 0, name), perturbed_values(name, initial, 1), strict=True
+        )
+        after = [each.full("update", 2, name) for each in (found, other)]
+        np.testing.assert_allclose(*after, rtol=0, atol=1e-10)
+    assert differences((found.full("reduce", 0, name), other.full("reduce", 0, name)) for name in ("out.w",))
+
+
+def test_jax_is_as_before_after_a_recording(run):
+    own = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.shard_map
+    assert run(EAGER, every=9)[0] == 0
+    assert own == (jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.shard_map)
+    assert "FAULT" in os.environ
