@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
@@ -17,6 +16,7 @@ from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
+from jax_backend.state._optimizer_state import COUNTS
 
 USE_RECORDER = """record from inside the script:
 
@@ -228,8 +228,8 @@ def _state(values: Any) -> Any:
 def _rate(values: Any, state: Any) -> Any:
     """The learning rate of a step, if the state or the schedule says it."""
     if (schedule := noted.schedule()) is not None:
-        nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
-        counts: list[Any] = [node.count for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
+        nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, COUNTS))
+        counts: list[Any] = [node.count for node in nodes if isinstance(node, COUNTS)]
         if len(counts) == 1 and counts[0].array is not None:
             return schedule(counts[0].array - 1)
     rates = rates_in(state)

@@ -37,7 +37,12 @@ MAY_YET = {
 EDGES = {
     "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
     "equinox": {"jax_backend/equinox.py"},
-    "optax": {"jax_backend/optimizer/_sharded_optimizer.py", "jax_backend/state/_optimizer_state.py"},
+    "optax": {
+        "jax_backend/optimizer/_sharded_optimizer.py",
+        "jax_backend/state/_optimizer_state.py",
+        "jax_backend/recorder/_optimizer_settings.py",
+        "jax_backend/recorder/_patches.py",
+    },
 }
 # What each library of the command and of the report is imported by.
 LIBRARIES = {
