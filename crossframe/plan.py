@@ -18,7 +18,7 @@ from crossframe.quoting import quote
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.step import Action, ModelStep, StepSettings, UnitStep
 from crossframe.step.root_step import Do
-from crossframe.step.unit import reshard_choice
+from crossframe.step.settings import reshard_choice
 from crossframe.strategy import Prefetch, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.unit_assignment import enclosing_unit

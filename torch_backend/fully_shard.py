@@ -15,7 +15,7 @@ from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeErr
 from crossframe.mesh import MeshSpec
 from crossframe.quoting import quote
 from crossframe.step import StepSettings
-from crossframe.step.unit import reshard_choice
+from crossframe.step.settings import reshard_choice
 from torch_backend.compat._composable import register, replicated_params
 from torch_backend.compat._fully_shard_api import (
     CPUOffloadPolicy,
@@ -43,7 +43,7 @@ from torch_backend.mesh._placement import PlacementFn
 from torch_backend.modules._materialise import move_to_mesh
 from torch_backend.ranks._collectives import Communicator
 from torch_backend.state._load_check import check_load
-from torch_backend.state._redistribute import show_dtensors, take_dtensors
+from torch_backend.state._piece_conversion import show_dtensors, take_dtensors
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -23,7 +23,7 @@ from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
 from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
-from crossframe.recording.tensors import TensorFile
+from crossframe.recording.step_tensors import TensorFile
 from crossframe.trace import Event
 
 _OPEN_FILES = 64

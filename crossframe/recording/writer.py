@@ -20,7 +20,7 @@ from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
-from crossframe.recording.tensors import dtype_name, write_tensors
+from crossframe.recording.step_tensors import dtype_name, write_tensors
 from crossframe.trace import Event
 
 _STRUCTURES = 4

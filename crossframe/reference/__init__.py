@@ -1,7 +1,8 @@
 """The reference: sharded training in numpy, with all ranks in one process. It is slow and simple; tests compare backends with it.
 
-`collectives` implements collectives; `unit` shards a bucket and reduces its gradients; `bucket` is the memory of a bucket on each
-rank; `live` is a unit in training; `world` executes a plan; `optim` has the optimizers, and `net` a network to train.
+`collectives` implements collectives; `unit` shards a bucket and reduces its gradients; `grad_norm` clips them; `bucket` is the
+memory of a bucket on each rank; `live` is a unit in training; `world` executes a plan; `optim` has the optimizers, and `net` a
+network to train.
 
 `experiments.spec.histories` checks it against a simpler model.
 """

@@ -7,11 +7,12 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import PlanError, UnitError
-from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, partial
+from crossframe.grad_norm import norm_dtype
 from crossframe.lifecycle import Activity, Exposure, Move
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit, api_of
 from crossframe.reduction import ReductionStep
+from crossframe.reference.grad_norm import clip_coefficient, combine, partial
 from crossframe.reference.live import LiveUnit
 from crossframe.reference.net import Batch, Net
 from crossframe.reference.optim import SGD, Optimizer

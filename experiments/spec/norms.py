@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.grad_norm import clip_coefficient, combine, norm_dtype, norm_reductions, partial
+from crossframe.grad_norm import norm_dtype
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
+from crossframe.reference.grad_norm import clip_coefficient, combine, norm_reductions, partial
 from crossframe.writeback import writeback_copies
 from experiments.spec.cases import KINDS, layout_of
 from experiments.spec.checks import SEED, Scope

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from crossframe.errors import StateDictError
-from torch_backend.pieces._fill import fill
+from torch_backend.pieces._fill_from_state_dict import fill
 from torch_backend.pieces._piece_tensor import PieceTensor, dtensors_of, piece_tensor
 from torch_backend.ranks._consensus import agree, withdraw
 

@@ -22,7 +22,7 @@ from crossframe.quoting import quote
 from crossframe.state import Description, Role, rekeyed_groups, role_in_full, unfit_state
 from torch_backend.compat._dtypes import torch_dtype
 from torch_backend.engine._unit import unit_of
-from torch_backend.pieces._fill import fill
+from torch_backend.pieces._fill_from_state_dict import fill
 from torch_backend.pieces._optimizer_state import TITLE
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.ranks._consensus import agree, withdraw

@@ -30,7 +30,7 @@ from torch_backend.pieces._piece_moves import PHASE
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_param
 from torch_backend.pieces._sharded_tensors import sharded_tensor
 from torch_backend.state._load_check import check_load, strictly
-from torch_backend.state._redistribute import paths_of, piece_keys, show_sharded, take
+from torch_backend.state._piece_conversion import paths_of, piece_keys, show_sharded, take
 from torch_backend.state._state_dict_types import (
     FullStateDictConfig,
     HasStateDictType,

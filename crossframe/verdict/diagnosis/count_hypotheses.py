@@ -12,7 +12,7 @@ from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, OU
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import BY_CHANCE
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, sum_roundoff
-from crossframe.verdict.diagnosis.reduction_fits import sum_error
+from crossframe.verdict.diagnosis.rank_fits import sum_error
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.values import assemble

@@ -13,11 +13,13 @@ from crossframe.verdict.diagnosis import (
     count_hypotheses,
     layer_hypotheses,
     module_hypotheses,
+    movement_hypotheses,
     optimizer_hypotheses,
-    value_hypotheses,
+    rank_hypotheses,
 )
 from crossframe.verdict.diagnosis.batches import Other, batch_difference, fed_to
 from crossframe.verdict.diagnosis.case import Case, case_of
+from crossframe.verdict.diagnosis.factor_hypotheses import constant_factor
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.comparable import labels
@@ -33,6 +35,8 @@ LEAVES = "; this leaves "
 """In the text of a diagnosis, what follows states how well the hypothesis fits."""
 
 Limit = Callable[[Quantity], float]
+_OF_VALUES = (*movement_hypotheses.ALL, *rank_hypotheses.ALL, constant_factor)
+_OF_SKETCHES = (movement_hypotheses.stale_copy, rank_hypotheses.missing_rank, constant_factor)
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ def _by_size(case: Case) -> Diagnosis | None:
 def _fits(case: Case) -> Iterator[Fit]:
     """All accepted hypotheses, with either side assumed to be right."""
     if case.quantity.sketched:
-        hypotheses = value_hypotheses.LINEAR
+        hypotheses = _OF_SKETCHES
     elif case.quantity.kind == FORWARD:
-        hypotheses = (module_hypotheses.low_precision, *count_hypotheses.OF_LOSS, *value_hypotheses.ALL)
+        hypotheses = (module_hypotheses.low_precision, *count_hypotheses.OF_LOSS, *_OF_VALUES)
     elif case.quantity.kind == ACTIVATION:
-        hypotheses = (*layer_hypotheses.ALL, *module_hypotheses.ALL, *value_hypotheses.ALL)
+        hypotheses = (*layer_hypotheses.ALL, *module_hypotheses.ALL, *_OF_VALUES)
     else:
-        hypotheses = (*count_hypotheses.ALL, *optimizer_hypotheses.ALL, *value_hypotheses.ALL)
+        hypotheses = (*count_hypotheses.ALL, *optimizer_hypotheses.ALL, *_OF_VALUES)
     for either in (case,) if case.quantity.within else (case, case.swap()):
         for hypothesis in hypotheses:
             yield from hypothesis(either)

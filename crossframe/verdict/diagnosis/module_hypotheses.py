@@ -22,7 +22,7 @@ from crossframe.verdict.diagnosis.module_fits import (
     rounded_epsilons,
     two_masks_of,
 )
-from crossframe.verdict.diagnosis.reduction_fits import on_grid
+from crossframe.verdict.diagnosis.rank_fits import on_grid
 from crossframe.verdict.measure.metrics import norm
 
 LOWER = ("bfloat16", "float16", "float32")

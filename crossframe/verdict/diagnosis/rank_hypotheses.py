@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.recording.event_format import BACKWARD, COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
-from crossframe.verdict.diagnosis.reduction_fits import absent_ranks, low_reduction, weighted_ranks
+from crossframe.verdict.diagnosis.rank_fits import absent_ranks, low_reduction, weighted_ranks
 from crossframe.verdict.measure.metrics import distance, norm
 
 SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
@@ -160,3 +160,6 @@ def _accumulated_low(case: Case) -> Iterator[Fit]:
         text = f"in {case.names[1]} all elements of the local gradient are {low.dtype} values, but it computes in "
         text += case.wrong.manifest.dtype
         yield Fit("low_precision_reduction", text, low.residual, low.error, Claim(low.dtype))
+
+
+ALL = (missing_rank, low_precision_reduction, factor_of_ranks)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from crossframe.recording import Batch
 from crossframe.verdict.diagnosis.batches import batch_difference
 from crossframe.verdict.diagnosis.factor_fits import factor_of, name_of
+from crossframe.verdict.diagnosis.factor_hypotheses import is_shifted
 from crossframe.verdict.diagnosis.fit import Claim, Contrast, Fit, best
 from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
@@ -32,7 +33,7 @@ from crossframe.verdict.diagnosis.module_fits import (
 from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
 from crossframe.verdict.diagnosis.movement_fits import read_elsewhere, reorderings, same_as, shift_of, transposition_of
 from crossframe.verdict.diagnosis.optimizer_rules import AdamW, Average
-from crossframe.verdict.diagnosis.reduction_fits import (
+from crossframe.verdict.diagnosis.rank_fits import (
     absent_ranks,
     low_reduction,
     mixed_ranks,
@@ -41,7 +42,6 @@ from crossframe.verdict.diagnosis.reduction_fits import (
 )
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
 from crossframe.verdict.diagnosis.update_deviations import Update, follow_one_rule, update_deviations
-from crossframe.verdict.diagnosis.value_hypotheses import is_shifted
 from crossframe.verdict.measure.metrics import norm
 from tests.core.helpers.random_layouts import QUICK
 

@@ -11,20 +11,11 @@ from hypothesis import strategies as st
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import MeshError, NonFiniteError, ParamError, UsageError
-from crossframe.grad_norm import (
-    Op,
-    check_finite,
-    check_max_norm,
-    check_norm_type,
-    clip_coefficient,
-    combine,
-    norm_dtype,
-    norm_reductions,
-    partial,
-)
+from crossframe.grad_norm import check_finite, check_max_norm, check_norm_type, norm_dtype
 from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.reference import ReferenceUnit
+from crossframe.reference.grad_norm import Op, clip_coefficient, combine, norm_reductions, partial
 from tests.core.helpers.random_layouts import QUICK, params, poison
 
 ORDERS = st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.5, math.inf])

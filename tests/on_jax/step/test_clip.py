@@ -9,7 +9,7 @@ import pytest
 
 from crossframe import MeshSpec
 from crossframe.errors import UsageError
-from crossframe.grad_norm import clip_coefficient, combine, partial
+from crossframe.reference.grad_norm import clip_coefficient, combine, partial
 from jax_backend import clip_grad_norm, make_mesh, shard, unshard
 from jax_backend.shards._padding_mask import padding_of
 from tests.on_jax.helpers.small import UNITS, WIDE, small_map, small_params, wide

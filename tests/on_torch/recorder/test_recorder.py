@@ -17,7 +17,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.diagnosis.reduction_fits import sum_error
+from crossframe.verdict.diagnosis.rank_fits import sum_error
 from crossframe.verdict.diagnosis.stated_optimizer import stated_rule
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance

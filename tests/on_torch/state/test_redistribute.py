@@ -30,7 +30,7 @@ from tests.on_torch.helpers.layouts import LAYOUTS, locations_of, mesh_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.observe import record_trace
-from torch_backend.pieces._fill import fill
+from torch_backend.pieces._fill_from_state_dict import fill
 from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_tensor import PieceTensor
 

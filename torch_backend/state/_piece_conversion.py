@@ -14,7 +14,7 @@ from torch_backend.engine._bucket import Bucket
 from torch_backend.engine._unit import unit_of
 from torch_backend.param_registration._pieces import PieceRegistrar
 from torch_backend.param_registration._registered_params import Registration
-from torch_backend.pieces._fill import fill
+from torch_backend.pieces._fill_from_state_dict import fill
 from torch_backend.pieces._piece_location import PieceLocation
 from torch_backend.pieces._piece_moves import as_sharded
 from torch_backend.pieces._piece_tensor import PieceTensor, piece_tensor
