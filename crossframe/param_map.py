@@ -10,7 +10,7 @@ can join several arrays. Nothing is computed, so a round trip gives the same bit
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,9 +29,10 @@ class MapEntry:
 
     Attributes:
         name: canonical (torch) name.
-        path: flax path, with parts joined by "."; or a tuple of paths whose arrays are concatenated along canonical dim 0.
+        path: flax path, with parts joined by "."; or a tuple of paths whose arrays are joined, along canonical dim 0 unless the
+            pattern states another dim.
         pattern: from a flax array to the canonical one (`crossframe.rearrange`); None: the same.
-        rows: for several paths, the number of canonical rows of each; None: the same number.
+        rows: for several paths, the size of each in the canonical dim in which they are joined; None: the same size.
 
     Raises:
         MappingError: a field is invalid.
@@ -84,27 +85,51 @@ class MapEntry:
     def _rearrangement(self) -> Rearrangement | None:
         return None if self.pattern is None else Rearrangement(self.pattern)
 
+    @property
+    def selects(self) -> bool:
+        """Whether the entry has only a portion of its path; other entries may have others."""
+        return self._rearrangement is not None and self._rearrangement.selects
+
+    @property
+    def pads(self) -> bool:
+        """Whether the parameter has padding that no path has."""
+        return self._rearrangement is not None and self._rearrangement.pads
+
     def to_canonical(self, *arrays: Any) -> Any:
         """Convert flax arrays (numpy or JAX), one for each path, to the canonical array."""
         self._check_count(arrays)
-        form = self._rearrangement
-        parts = arrays if form is None else [form(array) for array in arrays]
-        if len(parts) == 1:
-            return parts[0]
-        if all(isinstance(part, np.ndarray) for part in parts):
-            return np.concatenate(parts)
-        return parts[0].__array_namespace__().concat(parts)
+        if (form := self._form(arrays[0].shape)) is None:
+            return arrays[0]
+        return form.join([form(array) for array in arrays])
 
     def from_canonical(self, array: Any, path: str | None = None) -> Any:
         """Convert a canonical array (numpy or JAX) to a flax array.
 
         Args:
             path: the path of the flax array, if the entry has several.
+
+        Raises:
+            MappingError: the path has further parameters, or the array is not canonical; `ParamMap.from_canonical` joins the
+                parameters of a path.
         """
-        if len(self.paths) > 1:
-            start, stop = self._run(array.shape, path)
-            array = array[start:stop]
-        return array if self._rearrangement is None else self._rearrangement.inverse(array)
+        if self.selects:
+            raise MappingError(
+                f"parameter {self.name!r} is a portion of {self.paths}: expected a map whose paths are of one parameter each"
+            )
+        form = self._form(array.shape)
+        return array if form is None else form.back(self._part(form, array, path))
+
+    def write(self, leaf: np.ndarray, array: np.ndarray, path: str) -> None:
+        """Write a canonical array to its place in the contiguous flax array of a path."""
+        form = self._form(array.shape)
+        if form is None:
+            leaf[...] = array
+        else:
+            form.write(leaf, self._part(form, array, path))
+
+    def _part(self, form: Rearrangement, array: Any, path: str | None) -> Any:
+        array = form.unpadded(array)
+        return array if len(self.paths) == 1 else form.split(array, *self._run(array.shape[form.joint_dim], path))
 
     def canonical_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         """The canonical shape for flax arrays of these shapes, one for each path.
@@ -113,33 +138,40 @@ class MapEntry:
             MappingError: the shapes do not match the pattern or rows, or cannot be concatenated.
         """
         self._check_count(shapes)
-        found = [self._one_shape(shape, path) for shape, path in zip(shapes, self.paths, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        if () in found or len({shape[1:] for shape in found}) > 1:
+        if (form := self._form(shapes[0])) is None:
+            return shapes[0]
+        found = [self._one_shape(form, shape, path) for shape, path in zip(shapes, self.paths, strict=True)]
+        dim = form.joint_dim
+        if len(found) > 1 and (() in found or len({(*shape[:dim], *shape[dim + 1 :]) for shape in found}) > 1):
             raise MappingError(
-                f"parameter {self.name!r}: expected shapes that differ along dim 0 alone, to join, got {found} of {self.paths}"
+                f"parameter {self.name!r}: expected shapes that differ in dim {dim} alone, to join, got {found} of {self.paths}"
             )
-        rows = tuple(shape[0] for shape in found)
+        rows = tuple(shape[dim] for shape in found) if len(found) > 1 else ()
         if rows != (self.rows or rows[:1] * len(rows)):
             raise MappingError(
                 f"parameter {self.name!r}: expected {self.rows or 'as many'} rows of {self.paths}, got {rows}; correct the "
                 "map's rows"
             )
-        return sum(rows), *found[0][1:]
+        return form.join_shapes(found)
 
     def leaf_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
         """The flax shape of the array of a path, for a canonical parameter of this shape."""
-        if len(self.paths) > 1:
-            start, stop = self._run(shape, path)
-            shape = (stop - start, *shape[1:])
-        return shape if self._rearrangement is None else self._rearrangement.inverse.shape(shape)
-
-    def _one_shape(self, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-        if self._rearrangement is None:
+        if (form := self._form(shape)) is None:
             return shape
+        shape = form.unpadded_shape(shape)
+        if len(self.paths) > 1:
+            shape = form.split_shape(shape, *self._run(shape[form.joint_dim], path))
+        return form.back_shape(shape)
+
+    def _form(self, shape: tuple[int, ...]) -> Rearrangement | None:
+        """The rearrangement of each array; None if the only array is the parameter. Without a pattern, several are joined."""
+        if self._rearrangement is None and len(self.paths) > 1:
+            return Rearrangement.transposing(tuple(range(len(shape))))
+        return self._rearrangement
+
+    def _one_shape(self, form: Rearrangement, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
         try:
-            return self._rearrangement.shape(shape)
+            return form.shape(shape)
         except MappingError as error:
             raise MappingError(
                 f"parameter {self.name!r}, {path!r} of shape {shape}: {error}; correct the map"
@@ -149,12 +181,12 @@ class MapEntry:
         if len(given) != len(self.paths):
             raise MappingError(f"parameter {self.name!r}: expected one for each of {self.paths}, got {len(given)}")
 
-    def _run(self, shape: tuple[int, ...], path: str | None) -> tuple[int, int]:
-        """The canonical rows of one of several paths."""
+    def _run(self, size: int, path: str | None) -> tuple[int, int]:
+        """The rows of one of several paths, in the dim of the joint, which has this size."""
         if path not in self.paths:
             raise MappingError(f"parameter {self.name!r}: expected one of the paths {self.paths}, got {quote(path)}")
         index = self.paths.index(path)
-        rows = self.rows or (shape[0] // len(self.paths),) * len(self.paths)
+        rows = self.rows or (size // len(self.paths),) * len(self.paths)
         return sum(rows[:index]), sum(rows[: index + 1])
 
 
@@ -164,7 +196,8 @@ def _are_sizes(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParamMap:
-    """A one-to-one map between canonical names and flax paths, in canonical order.
+    """A map between canonical names and flax paths, in canonical order. Several names may share a path, if their patterns select
+    portions of it, such as one of its stacked layers.
 
     >>> pmap = ParamMap((MapEntry("fc.weight", "fc.kernel", "i o -> o i"), MapEntry("fc.bias", "fc.bias")))
     >>> pmap.by_path["fc.kernel"].name
@@ -176,12 +209,17 @@ class ParamMap:
     def __post_init__(self) -> None:
         if not isinstance(self.entries, tuple) or not all(isinstance(entry, MapEntry) for entry in self.entries):
             raise MappingError(f"expected a tuple of MapEntry, got {quote(self.entries)}")
-        for field, values in (
-            ("name", [entry.name for entry in self.entries]),
-            ("path", [path for entry in self.entries for path in entry.paths]),
-        ):
-            if twice := sorted(value for value, times in Counter(values).items() if times > 1):
-                raise MappingError(f"a map is one to one, but these occur twice as {field}: {twice}")
+        twice = [name for name, times in Counter(entry.name for entry in self.entries).items() if times > 1]
+        if twice:
+            raise MappingError(
+                f"a map has one entry for each parameter, but these occur twice as name: {sorted(twice)}"
+            )
+        for path, entries in self.of_path.items():
+            if len(entries) > 1 and not all(entry.selects for entry in entries):
+                raise MappingError(
+                    f"path {path!r} occurs twice, for {[entry.name for entry in entries][:4]}: expected patterns that select a "
+                    "portion of it, such as '[0/12] i o -> o i'"
+                )
 
     @classmethod
     def of(cls, *tables: Iterable[MapEntry]) -> "ParamMap":
@@ -200,8 +238,17 @@ class ParamMap:
 
     @cached_property
     def by_path(self) -> Mapping[str, MapEntry]:
-        """Entries by flax path."""
-        return {path: entry for entry in self.entries for path in entry.paths}
+        """Entries by flax path; the first one of a path that several share."""
+        return {path: entries[0] for path, entries in self.of_path.items()}
+
+    @cached_property
+    def of_path(self) -> Mapping[str, tuple[MapEntry, ...]]:
+        """All entries of each flax path."""
+        found: dict[str, tuple[MapEntry, ...]] = {}
+        for entry in self.entries:
+            for path in entry.paths:
+                found[path] = (*found.get(path, ()), entry)
+        return found
 
     def check(self, names: Iterable[str], paths: Iterable[str]) -> None:
         """Raise MappingError if the map lacks names or paths of the models, or has others. The message lists them."""
@@ -228,7 +275,27 @@ class ParamMap:
         """
         if missing := [entry.name for entry in self.entries if entry.name not in arrays]:
             raise MappingError(f"expected an array for each parameter of the map, but these are missing: {missing}")
-        return {path: self.by_path[path].from_canonical(arrays[self.by_path[path].name], path) for path in self.by_path}
+        return {path: self._leaf(path, entries, arrays) for path, entries in self.of_path.items()}
+
+    def _leaf(self, path: str, entries: Sequence[MapEntry], arrays: Mapping[str, Any]) -> Any:
+        """The array of a path, zero where no parameter has it."""
+        first = arrays[entries[0].name]
+        if not entries[0].selects:
+            return entries[0].from_canonical(first, path)
+        shapes = {entry.name: entry.leaf_shape(tuple(arrays[entry.name].shape), path) for entry in entries}
+        shape = next(iter(shapes.values()))
+        leaf, count = np.zeros(shape, first.dtype), np.zeros(shape, np.int64)
+        for entry in entries:
+            if shapes[entry.name] != shape:
+                raise MappingError(f"path {path!r}: expected portions of one shape, got {shapes}; correct the map")
+            array = np.asarray(arrays[entry.name])
+            entry.write(leaf, array, path)
+            one = np.zeros(shape, np.int64)
+            entry.write(one, np.ones(array.shape, np.int64), path)
+            count += one
+        if (count > 1).any():
+            raise MappingError(f"path {path!r}: the portions of {list(shapes)[:4]} overlap; correct the map")
+        return leaf
 
     def save(self, path: str | Path) -> None:
         """Write the map to a file, one entry in a line, to be read and edited."""

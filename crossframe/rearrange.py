@@ -1,17 +1,41 @@
-"""Rearrangements: reshapes and transpositions of an array, in the notation of einops, such as "i h w=4 -> (h w) i"."""
+"""Rearrangements: how an array of one model lies in a parameter of another one, in the notation of einops, such as
+"i h w=4 -> (h w) i"."""
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from crossframe.errors import MappingError
 from crossframe.quoting import quote
 
-_TOKEN = re.compile(r"([A-Za-z_]\w*)(?:=([1-9]\d*))?|1(?!\w)|\S")
+_TOKEN = re.compile(r"([A-Za-z_]\w*)(?:=([1-9]\d*)|\[(\d+):(\d+)/(\d+)\])?|\[(\d+)/(\d+)\]|1(?!\w)|\S")
 Side = tuple[tuple[str, ...], ...]
 """The axes in each dim of one side; a dim of size 1 has none."""
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A pattern.
+
+    Attributes:
+        left, right: the axes of each side. An axis of which only one index is taken has a name that begins with "[".
+        sizes: the stated sizes of axes, as far as they belong to the parameter.
+        cuts: (start, stop, size) of the axes before it of which only these indices are taken.
+        pads: (elements before, elements after) of the dims after it that are padded.
+        joint: the dim after it in which several arrays are joined, and the number of its axes before the joint; None: unstated.
+    """
+
+    left: Side
+    right: Side
+    sizes: Mapping[str, int]
+    cuts: Mapping[str, tuple[int, int, int]]
+    pads: Mapping[int, tuple[int, int]]
+    joint: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -21,6 +45,14 @@ class Rearrangement:
     Both sides list the dims of the array, as names of axes. Parentheses join several axes in one dim, the last one varying
     fastest; 1 is a dim of size 1. A size is stated once, as in `w=4`, for all but one axis of each pair of parentheses.
 
+    An array may be a portion of a parameter, or the other way round, which einops does not state:
+
+    - Before the arrow, `[2/12]` is an axis of size 12 of which index 2 belongs to the parameter, for instance one of 12 stacked
+      layers. `w[4:8/24]` is an axis of size 24 of which the indices 4 to 7 belong to it.
+    - After the arrow, `v[0:50257/50304]` is a dim of size 50304 whose other indices are padding: zeros.
+    - After the arrow, `+` is where arrays are joined: in "i h w=8 -> (h + w) i" each head has the rows of the first array,
+      then those of the second one. Without it they are joined in front of the first dim.
+
     Attributes:
         text: the pattern.
 
@@ -29,12 +61,14 @@ class Rearrangement:
 
     >>> Rearrangement("i h w=4 -> (h w) i").shape((12, 3, 4))
     (12, 12)
+    >>> Rearrangement("[1/2] i o -> o i")(np.arange(12).reshape(2, 3, 2)).tolist()
+    [[6, 8, 10], [7, 9, 11]]
     """
 
     text: str
 
     def __post_init__(self) -> None:
-        self._sides  # noqa: B018 (raises for an invalid pattern)
+        self._parsed  # noqa: B018 (raises for an invalid pattern)
 
     @classmethod
     def transposing(cls, axes: tuple[int, ...]) -> "Rearrangement":
@@ -49,17 +83,30 @@ class Rearrangement:
     @property
     def left(self) -> Side:
         """The axes in each dim before it."""
-        return self._sides[0]
+        return self._parsed.left
 
     @property
     def right(self) -> Side:
         """The axes in each dim after it."""
-        return self._sides[1]
+        return self._parsed.right
+
+    @property
+    def selects(self) -> bool:
+        """Whether only a portion of the array belongs to the parameter."""
+        return bool(self._parsed.cuts)
+
+    @property
+    def pads(self) -> bool:
+        """Whether the parameter has padding."""
+        return bool(self._parsed.pads)
 
     @cached_property
     def axes(self) -> tuple[int, ...] | None:
-        """The argument of `numpy.transpose` that does the same; None if dims are joined, split, added or removed."""
-        if all(len(dim) == 1 for side in self._sides for dim in side):
+        """The argument of `numpy.transpose` that does the same; None if dims are joined, split, added, removed, cut or padded."""
+        parsed = self._parsed
+        if parsed.cuts or parsed.pads or parsed.joint:
+            return None
+        if all(len(dim) == 1 for side in (self.left, self.right) for dim in side):
             return tuple(self.left.index(dim) for dim in self.right)
         return None
 
@@ -70,17 +117,20 @@ class Rearrangement:
 
     @cached_property
     def inverse(self) -> "Rearrangement":
-        """The rearrangement back."""
+        """The rearrangement back, of one that takes all elements and adds none."""
+        assert not (self._parsed.cuts or self._parsed.pads or self._parsed.joint), self.text
         left, _, right = self.text.partition("->")
-        sizes = self._sizes
+        sizes = self._parsed.sizes
         bare = [re.sub(r"=\d+", "", side).strip() for side in (right, left)]
         stated = re.sub(
             r"[A-Za-z_]\w*", lambda name: f"{name[0]}={sizes[name[0]]}" if name[0] in sizes else name[0], bare[0]
         )
         return Rearrangement(f"{stated} -> {bare[1]}")
 
+    # From the array to the parameter
+
     def __call__(self, array: Any) -> Any:
-        """Rearrange a numpy or JAX array.
+        """Rearrange a numpy or JAX array; of one with padding or a joint this is the part before `join`.
 
         Raises:
             MappingError: the pattern does not fit its shape.
@@ -89,9 +139,10 @@ class Rearrangement:
             self._check(tuple(array.shape))
             return array.transpose(self.axes)
         sizes = self._fit(tuple(array.shape))
-        names = [name for dim in self.left for name in dim]
-        order = tuple(names.index(name) for dim in self.right for name in dim)
-        return array.reshape([sizes[name] for name in names]).transpose(order).reshape(_shape(self.right, sizes))
+        array = array.reshape(self._whole_sizes(sizes))
+        if self.selects:
+            array = array[self._slices]
+        return array.transpose(self._order).reshape(_shape(self.right, sizes))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape after it of an array that has this shape before it.
@@ -100,6 +151,87 @@ class Rearrangement:
             MappingError: the pattern does not fit.
         """
         return _shape(self.right, self._fit(shape))
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The parameter from the parts of its arrays."""
+        whole = parts[0]
+        if len(parts) > 1:
+            dim, _ = self._joint
+            shapes = [self._opened(part.shape) for part in parts]
+            whole = _concatenate([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], dim + 1)
+            whole = whole.reshape((*whole.shape[:dim], -1, *whole.shape[dim + 2 :]))
+        for dim, ends in self._parsed.pads.items():
+            whole = _concatenate([_zeros(whole, dim, ends[0]), whole, _zeros(whole, dim, ends[1])], dim)
+        return whole
+
+    def join_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape of the parameter, from the shapes of its parts."""
+        found, (dim, _) = list(shapes[0]), self._joint
+        if len(shapes) > 1:
+            found[dim] = sum(shape[dim] for shape in shapes)
+        for dim, ends in self._parsed.pads.items():
+            found[dim] += sum(ends)
+        return tuple(found)
+
+    # From the parameter to the array
+
+    def back(self, part: Any) -> Any:
+        """The array of a part; of one that takes a portion of an array, this portion, with all axes apart."""
+        sizes = self._fit_after(tuple(part.shape))
+        before = [name for dim in self.left for name in dim]
+        names = [name for dim in self.right for name in dim] + self._indices
+        apart = part.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in before])
+        return apart if self.selects else apart.reshape(_shape(self.left, sizes))
+
+    def back_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the array whose part has this shape."""
+        sizes = self._fit_after(shape) | {name: total for name, (_, _, total) in self._parsed.cuts.items()}
+        return _shape(self.left, sizes)
+
+    def write(self, array: np.ndarray, part: np.ndarray) -> None:
+        """Write a part to its place in a contiguous array."""
+        sizes = self._fit(array.shape)
+        view = array.reshape(self._whole_sizes(sizes))
+        assert np.shares_memory(view, array) or not array.size
+        view[self._slices] = self.back(part).reshape(view[self._slices].shape)
+
+    def unpadded(self, array: Any) -> Any:
+        """A parameter without its padding."""
+        for dim, (before, after) in self._parsed.pads.items():
+            array = array[(slice(None),) * dim + (slice(before, array.shape[dim] - after),)]
+        return array
+
+    def unpadded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a parameter of this shape without its padding."""
+        return tuple(size - sum(self._parsed.pads.get(dim, (0, 0))) for dim, size in enumerate(shape))
+
+    def split(self, array: Any, start: int, stop: int) -> Any:
+        """The part of a parameter without padding that has these of its indices in the dim of the joint."""
+        dim, _ = self._joint
+        shape = self.split_shape(array.shape, start, stop)
+        outer = self._opened(shape)[dim]
+        opened = array.reshape((*array.shape[:dim], outer, array.shape[dim] // outer, *array.shape[dim + 1 :]))
+        return opened[(slice(None),) * (dim + 1) + (slice(start // outer, stop // outer),)].reshape(shape)
+
+    def split_shape(self, shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+        """The shape of what `split` returns."""
+        dim, _ = self._joint
+        return (*shape[:dim], stop - start, *shape[dim + 1 :])
+
+    @property
+    def joint_dim(self) -> int:
+        """The dim of the parameter in which several arrays are joined."""
+        return self._joint[0]
+
+    @property
+    def _joint(self) -> tuple[int, int]:
+        return self._parsed.joint or (0, 0)
+
+    def _opened(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a part whose dim of the joint is cut in two: the axes before it, and those after it."""
+        dim, num = self._joint
+        outer = math.prod(self._fit_after(tuple(shape))[name] for name in self.right[dim][:num]) if num else 1
+        return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of this shape can be rearranged."""
@@ -124,15 +256,45 @@ class Rearrangement:
             if len(dim) > 1
         }
 
+    @cached_property
+    def _indices(self) -> list[str]:
+        """The axes of which only one index is taken, which are not axes after it."""
+        after = {name for dim in self.right for name in dim}
+        return [name for dim in self.left for name in dim if name not in after]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        before = [name for dim in self.left for name in dim]
+        return [before.index(name) for name in [*(name for dim in self.right for name in dim), *self._indices]]
+
+    @cached_property
+    def _slices(self) -> tuple[slice, ...]:
+        cuts = self._parsed.cuts
+        return tuple(slice(*cuts[name][:2]) if name in cuts else slice(None) for dim in self.left for name in dim)
+
+    def _whole_sizes(self, sizes: Mapping[str, int]) -> list[int]:
+        """The sizes of the axes of the whole array."""
+        cuts = self._parsed.cuts
+        return [cuts[name][2] if name in cuts else sizes[name] for dim in self.left for name in dim]
+
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != len(self.left):
             raise MappingError(f"expected {len(self.left)} dims for {self.text!r}, got shape {shape}")
 
     def _fit(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """The size of each axis for an array of this shape."""
+        """The size of each axis, as far as it belongs to the parameter, for an array of this shape."""
         self._check(shape)
-        found = dict(self._sizes)
-        for dim, size in zip(self.left, shape, strict=True):
+        totals = {name: total for name, (_, _, total) in self._parsed.cuts.items()}
+        return self._sizes_in(self.left, shape, dict(self._parsed.sizes) | totals) | dict(self._parsed.sizes)
+
+    def _fit_after(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """The size of each axis for a part of this shape."""
+        if len(shape) != len(self.right):
+            raise MappingError(f"expected {len(self.right)} dims after {self.text!r}, got shape {shape}")
+        return self._sizes_in(self.right, shape, dict(self._parsed.sizes))
+
+    def _sizes_in(self, side: Side, shape: tuple[int, ...], found: dict[str, int]) -> dict[str, int]:
+        for dim, size in zip(side, shape, strict=True):
             unknown = [name for name in dim if name not in found]
             known = math.prod(found[name] for name in dim if name in found)
             if (unknown and size % known) or (not unknown and size != known):
@@ -141,56 +303,97 @@ class Rearrangement:
         return found
 
     @cached_property
-    def _parsed(self) -> tuple[Side, Side, dict[str, int]]:
-        sizes: dict[str, int] = {}
+    def _parsed(self) -> _Parsed:
         texts = self.text.split("->") if isinstance(self.text, str) else []
         if len(texts) != 2:
             raise MappingError(f"expected a pattern such as 'i o -> o i', got {quote(self.text)}")
-        left, right = (self._side(text, sizes) for text in texts)
-        names = [[name for dim in side for name in dim] for side in (left, right)]
+        found = _Reader(self.text)
+        left, right = found.side(texts[0], after=False), found.side(texts[1], after=True)
+        names = [[name for dim in left for name in dim if name not in found.indices]]
+        names.append([name for dim in right for name in dim])
         if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) < len(names[0]):
             raise MappingError(f"pattern {self.text!r}: expected each axis once on each side")
         for side in (left, right):
             for dim in side:
-                if len([name for name in dim if name not in sizes]) > 1:
+                if len([name for name in dim if name not in found.sizes]) > 1:
                     raise MappingError(
                         f"pattern {self.text!r}: state the sizes of all but one of {' '.join(dim)}, as in w=4"
                     )
-        return left, right, sizes
+        return _Parsed(left, right, found.sizes, found.cuts, found.pads, found.joint)
 
-    def _side(self, text: str, sizes: dict[str, int]) -> Side:
-        dims: list[tuple[str, ...]] = []
-        inside: list[str] | None = None
+
+class _Reader:
+    """Reads the sides of a pattern; its attributes are those of `_Parsed`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.sizes: dict[str, int] = {}
+        self.cuts: dict[str, tuple[int, int, int]] = {}
+        self.pads: dict[int, tuple[int, int]] = {}
+        self.joint: tuple[int, int] | None = None
+        self.indices: set[str] = set()
+
+    def side(self, text: str, *, after: bool) -> Side:
+        """The axes of each dim of one side."""
+        dims: list[list[str]] = []
+        inside = False
         for token in _TOKEN.finditer(text):
-            name, size = token[1], token[2]
-            if token[0] == "(" and inside is None:
-                inside = []
-            elif token[0] == ")" and inside is not None:
-                dims.append(tuple(inside))
-                inside = None
-            elif token[0] == "1" and inside is None:
-                dims.append(())
-            elif name:
-                if size and sizes.setdefault(name, int(size)) != int(size):
-                    raise MappingError(f"pattern {self.text!r}: axis {name!r} has two sizes")
-                if inside is None:
-                    dims.append((name,))
-                else:
-                    inside.append(name)
+            name = token[1] or (token[0] + "'" * len(self.indices) if token[6] else None)
+            if token[0] == "(" and not inside:
+                dims.append([])
+                inside = True
+            elif token[0] == ")" and inside:
+                inside = False
+            elif token[0] == "+" and after and self.joint is None:
+                if not inside:
+                    dims.append([])
+                self.joint = len(dims) - 1, len(dims[-1]) if inside else 0
+            elif token[0] == "1" and not inside:
+                dims.append([])
+            elif name and not (after and token[6]):
+                if not inside:
+                    dims.append([])
+                self._note(token, name, len(dims) - 1, after=after, alone=not inside)
+                dims[-1].append(name)
             else:
-                raise MappingError(f"pattern {self.text!r}: unexpected {token[0]!r}")
-        if inside is not None:
-            raise MappingError(f"pattern {self.text!r}: a parenthesis is not closed")
-        return tuple(dims)
+                raise MappingError(f"pattern {self._text!r}: unexpected {token[0]!r}")
+        if inside:
+            raise MappingError(f"pattern {self._text!r}: a parenthesis is not closed")
+        return tuple(map(tuple, dims))
 
-    @property
-    def _sides(self) -> tuple[Side, Side]:
-        return self._parsed[:2]
+    def _note(self, token: re.Match, name: str, dim: int, *, after: bool, alone: bool) -> None:
+        """Note the stated size, index or range of an axis."""
+        size = token[2] and int(token[2])
+        if token[3] or token[6]:
+            start, total = int(token[3] or token[6]), int(token[5] or token[7])
+            stop = int(token[4]) if token[3] else start + 1
+            if not start < stop <= total or name in self.cuts or (after and not alone):
+                raise MappingError(
+                    f"pattern {self._text!r}: {token[0]!r}: expected indices inside the axis, once each, and padding only "
+                    "of a dim without parentheses"
+                )
+            size = stop - start
+            if after:
+                self.pads[dim] = start, total - stop
+            else:
+                self.cuts[name] = start, stop, total
+                self.indices |= {name} if token[6] else set()
+        if size and self.sizes.setdefault(name, size) != size:
+            raise MappingError(f"pattern {self._text!r}: axis {name!r} has two sizes")
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return self._parsed[2]
 
-
-def _shape(side: Side, sizes: dict[str, int]) -> tuple[int, ...]:
+def _shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[name] for name in dim) for dim in side)
+
+
+def _concatenate(arrays: Sequence[Any], dim: int) -> Any:
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        return np.concatenate(arrays, dim)
+    return arrays[0].__array_namespace__().concat(arrays, axis=dim)
+
+
+def _zeros(like: Any, dim: int, size: int) -> Any:
+    """Zeros of the dtype of an array and of its shape, but for one dim."""
+    shape = (*like.shape[:dim], size, *like.shape[dim + 1 :])
+    module = np if isinstance(like, np.ndarray) else like.__array_namespace__()
+    return module.zeros(shape, dtype=like.dtype)

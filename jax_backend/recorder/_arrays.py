@@ -85,17 +85,21 @@ class ArrayPieces:
             state, lambda path, leaf: leaf if np.shape(leaf) == self._shapes[path] else None, self._shapes
         )
         slots = {slot: self._pieces(leaves) for slot, leaves in found.slots.items()}
-        return slots, {self.param_map.by_path[path].name: count for path, count in found.counts.items()}
+        return slots, {e.name: count for path, count in found.counts.items() for e in self.param_map.of_path[path]}
 
     def moved(self, params: Any, perturbed_run: int) -> Any:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), on the same devices."""
 
-        leaves, found = leaves_by_path(params), {}
+        leaves = leaves_by_path(params)
+        found = {path: _whole(leaf).copy() for path, leaf in leaves.items()}
         for entry in self.param_map.entries:
-            values = entry.to_canonical(*(_whole(leaves[path]) for path in entry.paths))
+            values = entry.to_canonical(*(found[path] for path in entry.paths))
             values = perturbed_values(entry.name, values, perturbed_run)
-            found |= {path: placed_like(leaves[path], entry.from_canonical(values, path)) for path in entry.paths}
-        return jax.tree.unflatten(jax.tree.structure(params), [found[path] for path in leaves])
+            for path in entry.paths:
+                entry.write(found[path], values, path)
+        return jax.tree.unflatten(
+            jax.tree.structure(params), [placed_like(leaf, found[path]) for path, leaf in leaves.items()]
+        )
 
     def _pieces(self, leaves: Mapping[str, Any]) -> dict[int, Pieces]:
         found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}

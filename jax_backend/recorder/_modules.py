@@ -22,11 +22,11 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
     >>> module_paths(ParamMap.of(linear("layers.0.fc", "blocks.0.fc")), ["layers.0"])
     {'': '', 'layers.0': 'blocks.0', 'layers.0.fc': 'blocks.0.fc'}
     """
-    joined = {entry.name.rpartition(".")[0] for entry in param_map.entries if len(entry.paths) > 1}
+    joined = {entry.name.rpartition(".")[0] for entry in param_map.entries if _is_several(entry)}
     owners = dict.fromkeys(entry.name.rpartition(".")[0] for entry in param_map.entries)
     paths: dict[str, set[str]] = {}
     for entry in param_map.entries:
-        module = entry.name.rpartition(".")[0] if len(entry.paths) == 1 else ""
+        module = "" if _is_several(entry) else entry.name.rpartition(".")[0]
         while module:
             paths.setdefault(module, set()).add(_path_of(module, entry))
             module = module.rpartition(".")[0]
@@ -35,6 +35,11 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
         if len(there := paths.get(module, ())) == 1 and (path := next(iter(there))):
             found[module] = path
     return found
+
+
+def _is_several(entry: MapEntry) -> bool:
+    """Whether a parameter is in several paths, or a path, such as one of stacked layers, has several parameters."""
+    return len(entry.paths) > 1 or entry.selects
 
 
 def _path_of(module: str, entry: MapEntry) -> str:

@@ -121,6 +121,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
     own = {path: leaf for path, leaf in leaves.items() if path not in shared}
     param_map = identity_map(own) if options.param_map is None else options.param_map
     param_map.check(param_map.by_name, own)
+    _check_whole(param_map)
     stacked = tuple(options.stacked)
     layers = {unit: Layers(_num_layers(unit, param_map, leaves)) for unit in stacked}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -182,6 +183,15 @@ def _check_leaves(leaves: Mapping[str, Any]) -> None:
         raise UsageError(
             f"parameters {wide} are float64, which JAX would silently round; "
             "call jax.config.update('jax_enable_x64', True), or cast them to float32"
+        )
+
+
+def _check_whole(param_map: ParamMap) -> None:
+    if portions := [entry.name for entry in param_map.entries if entry.selects or entry.pads]:
+        raise MappingError(
+            f"shard: expected a map of whole leaves, but {portions[:4]} are portions of leaves or padded; shard the model "
+            "under its own names (param_map=None, and stacked=... for stacked layers), and pass the map to crossframe "
+            "compare --map"
         )
 
 

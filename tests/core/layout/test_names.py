@@ -120,7 +120,7 @@ def test_what_is_missing_and_what_is_there_for_nothing_is_listed():
 def test_a_map_is_one_to_one():
     with pytest.raises(MappingError, match=r"twice as name: \['a', 'c'\]"):
         ParamMap(tuple(MapEntry(name, f"{name}{i}") for i, name in enumerate("cacab")))
-    with pytest.raises(MappingError, match=r"twice as path: \['k'\]"):
+    with pytest.raises(MappingError, match=r"path 'k' occurs twice, for \['a', 'b'\]"):
         ParamMap((MapEntry("a", "k"), MapEntry("b", "k")))
 
 
@@ -144,6 +144,13 @@ def test_the_identity_map():
         pytest.param("((h) -> h", r"unexpected '\('", id="nested"),
         pytest.param("h w=0 -> w h", "unexpected '='", id="size 0"),
         pytest.param("2 h -> h 2", "unexpected '2'", id="number"),
+        pytest.param("[2/2] h -> h", "expected indices inside the axis", id="index outside"),
+        pytest.param("h -> [0/2] h", r"unexpected '\[0/2\]'", id="index after"),
+        pytest.param("h[1:1/2] -> h", "expected indices inside the axis", id="empty range"),
+        pytest.param("h -> (h[0:1/2] 1)", "padding only of a dim without parentheses", id="padding inside"),
+        pytest.param("+ h -> h", r"unexpected '\+'", id="joint before"),
+        pytest.param("h -> (+ h +)", r"unexpected '\+'", id="two joints"),
+        pytest.param("h=3 w[0:2/4] -> (h w=3)", "axis 'w' has two sizes", id="size of a range"),
     ],
 )
 def test_invalid_patterns_are_refused_by_name(pattern, message):
@@ -167,6 +174,85 @@ def test_halves_and_pairs_of_a_rotary_embedding_are_a_pattern():
     moved = entry.to_canonical(array)
     assert moved[:, 0].tolist() == [0, 4, 8, 2, 6, 10, 12, 16, 20, 14, 18, 22]
     assert np.array_equal(entry.from_canonical(moved), array) and entry.leaf_shape((12, 2), "q") == (12, 2)
+
+
+PORTIONS = [
+    pytest.param("[1/3] i o -> o i", (3, 4, 2), lambda x: x[1].T, id="stacked"),
+    pytest.param("i [2/3] o -> i o", (4, 3, 2), lambda x: x[:, 2], id="stacked on dim 1"),
+    pytest.param("[1/3] [0/3] i -> i", (3, 3, 4), lambda x: x[1, 0], id="stacked twice"),
+    pytest.param("i o[4:6/12] -> o i", (5, 12), lambda x: x[:, 4:6].T, id="fused"),
+    pytest.param("i h=2 [1/3] w=4 -> (h w) i", (5, 2, 3, 4), lambda x: x[:, :, 1].reshape(5, 8).T, id="interleaved"),
+    pytest.param(
+        "i (h [1/3] w=4) -> (h w) i",
+        (5, 24),
+        lambda x: x.reshape(5, 2, 3, 4)[:, :, 1].reshape(5, 8).T,
+        id="interleaved in a dim",
+    ),
+    pytest.param("v[0:5/8] d -> v d", (8, 2), lambda x: x[:5], id="padded array"),
+    pytest.param("d v -> v[0:5/8] d", (2, 5), lambda x: np.pad(x.T, ((0, 3), (0, 0))), id="padded parameter"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "shape", "wanted"), PORTIONS)
+def test_a_pattern_selects_a_portion(pattern, shape, wanted):
+    array, entry = np.random.default_rng(0).normal(size=shape), MapEntry("w", "k", pattern)
+    made = entry.to_canonical(array)
+    assert np.array_equal(made, wanted(array)) and entry.canonical_shape(shape) == made.shape
+    assert entry.leaf_shape(made.shape, "k") == shape
+    back = array.copy()
+    entry.write(back, made * 2, "k")
+    assert np.array_equal(entry.to_canonical(back), made * 2)
+    assert (back == array).sum() == array.size - np.count_nonzero(made)
+    if entry.selects:
+        with pytest.raises(MappingError, match="'w' is a portion of"):
+            entry.from_canonical(made)
+    with pytest.raises(MappingError, match=r"does not fit shape|expected . dims"):
+        entry.canonical_shape((*shape, 7))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shapes", "rows", "wanted"),
+    [
+        pytest.param(
+            "i h w=4 -> (h + w) i",
+            [(5, 3, 4)] * 3,
+            None,
+            lambda *x: np.stack(x, 2).reshape(5, 36).T,
+            id="each head",
+        ),
+        pytest.param(
+            "i (g=2 r) w=4 -> (g + r w) i",
+            [(5, 6, 4), (5, 2, 4), (5, 2, 4)],
+            (24, 8, 8),
+            lambda *x: np.concatenate([each.reshape(5, 2, -1) for each in x], 2).reshape(5, 40).T,
+            id="each group of heads",
+        ),
+        pytest.param("i o -> i (+ o)", [(5, 2), (5, 3)], (2, 3), lambda *x: np.concatenate(x, 1), id="on dim 1"),
+        pytest.param("f i -> (f +) i", [(3, 5)] * 2, None, lambda *x: np.stack(x, 1).reshape(6, 5), id="alternating"),
+    ],
+)
+def test_several_arrays_are_joined_inside_a_dim(pattern, shapes, rows, wanted):
+    arrays = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+    paths = tuple(f"k{i}" for i in range(len(arrays)))
+    entry = MapEntry("w", paths, pattern, rows)
+    made = entry.to_canonical(*arrays)
+    assert np.array_equal(made, wanted(*arrays)) and entry.canonical_shape(*shapes) == made.shape
+    for path, array in zip(paths, arrays, strict=True):
+        assert np.array_equal(entry.from_canonical(made, path), array)
+        assert entry.leaf_shape(made.shape, path) == array.shape
+
+
+def test_parameters_that_share_a_path_are_written_into_one_array():
+    layers = [np.full((2, 3), i + 1.0) for i in range(3)]
+    names = {f"h.{i}.w": array for i, array in enumerate(layers)}
+    entries = [MapEntry(name, "h.w", f"[{i}/3] i o -> o i") for i, name in enumerate(names)]
+    made = ParamMap((*entries, MapEntry("v", "v", "v[0:2/4] -> v"))).from_canonical(names | {"v": np.ones(2)})
+    assert np.array_equal(made["h.w"], np.stack([array.T for array in layers])) and made["v"].tolist() == [1, 1, 0, 0]
+    assert ParamMap(tuple(entries)).of_path["h.w"] == tuple(entries)
+    with pytest.raises(MappingError, match=r"path 'h.w': the portions of .* overlap"):
+        ParamMap((entries[0], MapEntry("h.1.w", "h.w", "[0/3] i o -> o i"))).from_canonical(names)
+    with pytest.raises(MappingError, match=r"path 'h.w': expected portions of one shape"):
+        ParamMap((entries[0], MapEntry("h.1.w", "h.w", "[1/4] i o -> o i"))).from_canonical(names)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +309,9 @@ def test_what_does_not_fit_is_listed_in_order():
     )
     with pytest.raises(MappingError) as caught:
         ParamMap(tuple(MapEntry(name, f"{name}{i}") for i in range(2) for name in reversed(names)))
-    assert str(caught.value) == f"a map is one to one, but these occur twice as name: {sorted(names)}"
+    assert (
+        str(caught.value) == f"a map has one entry for each parameter, but these occur twice as name: {sorted(names)}"
+    )
 
 
 # Heads apart, and several arrays as one
@@ -316,9 +404,9 @@ def test_the_tables_of_modules():
 
 def test_joins_and_splits_that_do_not_fit_are_refused_by_name():
     joined = MapEntry("w", ("a", "b"))
-    with pytest.raises(MappingError, match=r"'w': expected shapes that differ along dim 0 alone"):
+    with pytest.raises(MappingError, match=r"'w': expected shapes that differ in dim 0 alone"):
         joined.canonical_shape((2, 3), (2, 4))
-    with pytest.raises(MappingError, match=r"'w': expected shapes that differ along dim 0 alone"):
+    with pytest.raises(MappingError, match=r"'w': expected shapes that differ in dim 0 alone"):
         joined.canonical_shape((), ())
     with pytest.raises(MappingError, match=r"'w': expected as many rows of \('a', 'b'\), got \(2, 4\)"):
         joined.canonical_shape((2, 3), (4, 3))
@@ -344,7 +432,7 @@ def test_paths_that_are_none_are_refused():
     for path in ((), ("a", ""), ["a"]):
         with pytest.raises(MappingError, match=r"an entry needs a path: expected a non-empty string, or a tuple"):
             MapEntry("w", path)  # type: ignore[arg-type]
-    with pytest.raises(MappingError, match=r"twice as path: \['b'\]"):
+    with pytest.raises(MappingError, match="path 'b' occurs twice"):
         ParamMap((MapEntry("v", "b"), MapEntry("w", ("a", "b"))))
 
 
