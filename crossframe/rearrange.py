@@ -233,6 +233,10 @@ class Rearrangement:
         outer = math.prod(self._fit_after(tuple(shape))[name] for name in self.right[dim][:num]) if num else 1
         return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
 
+    def sizes(self, shape: tuple[int, ...]) -> Mapping[str, int]:
+        """The size of each axis for an array of this shape, as far as it belongs to the parameter."""
+        return self._fit(shape)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of this shape can be rearranged."""
         try:

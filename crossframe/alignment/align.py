@@ -1,21 +1,25 @@
 """Aligns two models: the parameters that are equal but for their names, dims and grouping, found by their values.
 
-Evidence comes in this order. A parameter whose elements are those of one other is that one; the rearrangement between them is
-found (`solve`) and checked on all elements. A parameter whose rows are the slices of several others is these joined. Parameters
-with one value, such as the zeros of biases, are told apart by their gradients, if there are any, and by the module that they
-belong to, as far as its other parameters are aligned.
+Evidence comes in this order. An array whose slices are parameters of the other model holds these stacked, and so do the others of
+its module (`crossframe.alignment.stacks`). A parameter whose elements are those of one other is that one; the rearrangement is
+found (`solve`) and checked on all elements. An array whose rows are the slices of several others is these joined, and one
+whose first rows are another is this one padded (`crossframe.alignment.portions`). Parameters with one value, such as the zeros of
+biases, are told apart by their gradients, if there are any, and by the module that they belong to, as far as its other parameters
+are aligned.
 """
 
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.alignment.slices import axis_sets, axis_signatures, element_hashes
-from crossframe.alignment.solve import rearrangements, row_order, solve
+from crossframe.alignment.portions import Rows, bias_text, cut_text, indexed_text, joined_text, padded_text, rows_of
+from crossframe.alignment.slices import axis_signatures, element_hashes
+from crossframe.alignment.solve import rearrangements, same_bits, solve
+from crossframe.alignment.stacks import Slice, slices_of
 from crossframe.dtypes import coarser, numpy_dtype
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry, ParamMap
@@ -95,23 +99,35 @@ class _Aligner:
         self._first, self._second, self._gradients = first, second, gradients
         self._entries: dict[str, MapEntry] = {}
         self._evidence: dict[str, str] = {}
-        self._owner: dict[str, str] = {}
+        self._owners: dict[str, tuple[str, ...]] = {}
         self._undecided: list[Undecided] = []
         self._known: dict[tuple[int, str], dict[tuple[int, ...], np.ndarray]] = {}
+        self._slices: dict[str, Slice] = {}
+        self._open_varied: tuple[list[str], ...] = ()  # parameters with several values that have no counterpart
 
     def align(self) -> Alignment:
+        self._unstack()
         groups = self._groups()
         for names, paths in groups:
             if len(names) == len(paths) == 1:
                 self._pair(names[0], paths[0], VALUES)
-        self._join_rows()
+        self._join()
+        self._open_varied = tuple(
+            [each for each in names if _varies(side[each])]
+            for names, side in zip((self._open_names(), self._open_paths()), self._sides(), strict=True)
+        )
         decided = True
         while decided:  # each decision is evidence for others
             decided = False
             for names, paths in groups:
                 decided |= self._decide(names, paths)
+            for name in self._open_names():
+                decided |= self._join_bias(name)
+            for path in self._open_paths():
+                decided |= self._split_bias(path)
+            decided = decided or any(self._pair_last(names, paths) for names, paths in groups)
         self._report_open()
-        entries = tuple(self._entries[name] for name in self._first if name in self._entries)
+        entries = tuple(self._stated(self._entries[name]) for name in self._first if name in self._entries)
         return Alignment(ParamMap(entries), self._evidence, tuple(self._undecided))
 
     def _groups(self) -> list[tuple[list[str], list[str]]]:
@@ -122,10 +138,37 @@ class _Aligner:
                 groups[self._signature(i, name), array.size][i].append(name)
         return [(names, paths) for names, paths in groups.values() if names and paths]
 
+    def _unstack(self) -> None:
+        """Replace arrays of stacked parameters by their slices."""
+        signatures = [{name: self._signatures(i, name) for name in side} for i, side in enumerate(self._sides())]
+        self._slices = slices_of(self._first, self._second, *signatures)
+        stacked = {each.path for each in self._slices.values()}
+        self._second, gradients = (
+            {path: array for path, array in side.items() if path not in stacked}
+            | {name: each.of(side[each.path]) for name, each in self._slices.items() if each.path in side}
+            for side in (self._second, self._gradients[1])
+        )
+        self._gradients = self._gradients[0], gradients
+
+    def _sides(self) -> tuple[Arrays, Arrays]:
+        return self._first, self._second
+
+    def _stated(self, entry: MapEntry) -> MapEntry:
+        """An entry with the paths of the model instead of slices."""
+        if not (slices := [self._slices[path] for path in entry.paths if path in self._slices]):
+            return entry
+        paths = tuple(each.path for each in slices)
+        num_dims = self._second[entry.paths[0]].ndim
+        return replace(
+            entry,
+            path=paths if isinstance(entry.path, tuple) else paths[0],
+            pattern=indexed_text(entry.pattern, num_dims, slices[0].indices),
+        )
+
     def _signatures(self, side: int, name: str) -> dict[tuple[int, ...], np.ndarray]:
         """The signatures of the slices of a parameter along each set of its axes; () for the whole."""
         if (side, name) not in self._known:
-            array = (self._first, self._second)[side][name]
+            array = self._sides()[side][name]
             hashes = element_hashes(array)
             most = array.ndim if array.size <= _MOST_ELEMENTS else array.ndim - 1
             sets = (axes for count in range(most + 1) for axes in itertools.combinations(range(array.ndim), count))
@@ -137,7 +180,8 @@ class _Aligner:
 
     def _add(self, entry: MapEntry, evidence: str) -> None:
         self._entries[entry.name], self._evidence[entry.name] = entry, evidence
-        self._owner |= dict.fromkeys(entry.paths, entry.name)
+        for path in entry.paths:
+            self._owners[path] = (*self._owners.get(path, ()), entry.name)
 
     def _pair(self, name: str, path: str, evidence: str) -> bool:
         """Add one parameter, if a rearrangement of its dims is known."""
@@ -182,58 +226,219 @@ class _Aligner:
         gradient, other = self._gradients[0].get(name), self._gradients[1].get(path)
         if gradient is None or other is None or found is None:
             return math.nan
-        x, y = gradient.astype(np.float64), found(other).astype(np.float64)
-        norm = float(np.linalg.norm(x))
-        return float(np.linalg.norm(x - y)) / norm if norm > 0 else math.nan
+        return _relative_distance(gradient, found(other))
 
-    # Parameters that are joined from several
+    # Parameters that are joined, or that have padding
 
-    def _join_rows(self) -> None:
+    def _join(self) -> None:
+        """Add parameters that consist of several arrays, arrays that consist of several parameters, then padded ones."""
         for name in self._open_names():
-            self._join(name, self._open_paths())
+            self._join_paths(name)
+        for path in self._open_paths():
+            self._split_path(path)
+        for name in self._open_names():
+            self._pad(name)
+        for path in self._open_paths():
+            self._pad_path(path)
 
-    def _join(self, name: str, paths: Sequence[str]) -> None:
-        """Add a parameter whose runs of rows are parameters of the second model."""
+    def _join_paths(self, name: str) -> None:
+        """Add a parameter whose rows are arrays of the second model."""
         array = self._first[name]
-        if array.ndim == 0 or (array == array.flat[0]).all():
-            return
-        rows = self._signatures(0, name)[0,]
-        runs: dict[int, tuple[int, str]] = {}
-        for path in paths:
-            other = self._second[path]
-            run = _run_of(rows, array.size // len(rows), other.shape, self._signatures(1, path))
-            if run is not None:
-                runs.setdefault(run[0], (run[1], path))
-        start, parts, patterns = 0, [], []
-        while start in runs:
-            count, path = runs[start]
-            found = solve(array[start : start + count], self._second[path])
-            parts.append((count, path))
-            patterns.append(None if found is None else found.text)
-            start += count
-        if start == len(rows) and len(parts) > 1 and None not in patterns and len(set(patterns)) == 1:
-            counts = tuple(count for count, _ in parts)
-            same = len(set(counts)) == 1
-            identity = patterns[0] == Rearrangement.transposing(tuple(range(array.ndim))).text
-            pattern = None if identity else patterns[0]
-            self._add(MapEntry(name, tuple(path for _, path in parts), pattern, None if same else counts), VALUES)
+        for members in self._covers(0, name):
+            forms = [solve(rows.of(array), self._second[path]) for rows, path in members]
+            if None in forms:
+                continue
+            paths = tuple(path for _, path in members)
+            if not self._is_stated_together(paths):
+                continue
+            counts = tuple(rows.total for rows, _ in members)
+            texts = [
+                joined_text(form, self._second[path].shape, rows, apart=apart)
+                for apart in (False, True)
+                for form, (rows, path) in zip(forms, members, strict=True)
+                if form is not None
+            ]
+            # That of one array may be too special for the others, for instance if it has one head.
+            for text in dict.fromkeys(texts):
+                identity = text == Rearrangement.transposing(tuple(range(array.ndim))).text
+                rows = None if len(set(counts)) == 1 else counts
+                if text and self._add_verified([MapEntry(name, paths, None if identity else text, rows)]):
+                    return
+
+    def _is_stated_together(self, paths: Sequence[str]) -> bool:
+        """Whether one pattern can state these paths: all are arrays, or slices at the same place."""
+        return len({self._slices[path].indices if path in self._slices else () for path in paths}) == 1
+
+    def _split_path(self, path: str) -> None:
+        """Add parameters that are the rows of an array of the second model."""
+        for members in self._covers(1, path):
+            texts = [self._cut(name, path, rows) for rows, name in members]
+            entries = [
+                MapEntry(name, path, text) for (_, name), text in zip(members, texts, strict=True) if text is not None
+            ]
+            if len(entries) == len(members) and self._add_verified(entries):
+                return
+
+    def _cut(self, name: str, path: str, rows: Rows) -> str | None:
+        """The pattern of a parameter that is rows of an array."""
+        part = rows.of(self._second[path])
+        form = solve(self._first[name], part)
+        return None if form is None else cut_text(form, part.shape, rows)
+
+    def _covers(self, side: int, whole: str) -> Iterator[list[tuple[Rows, str]]]:
+        """Ways to cover the rows of an array of one model by arrays of the other one, for each of its dims."""
+        found = self._portions(side, whole)
+        for dim, blocks in dict.fromkeys((rows.dim, rows.blocks) for rows, _ in found):
+            starts = {rows.start: (rows, part) for rows, part in found if (rows.dim, rows.blocks) == (dim, blocks)}
+            at, members, period = 0, [], self._sides()[side][whole].shape[dim] // blocks
+            while at in starts:
+                members.append(starts[at])
+                at = starts[at][0].stop
+            if at == period:
+                yield members
+
+    def _portions(self, side: int, whole: str) -> list[tuple[Rows, str]]:
+        """The open arrays of the other model that are rows of an array."""
+        array, others = self._sides()[side][whole], self._sides()[1 - side]
+        if not _varies(array):
+            return []
+        parts = self._open_paths() if side == 0 else self._open_names()
+        parts = [part for part in parts if others[part].size < array.size and _varies(others[part])]
+        found = []
+        for dim in range(array.ndim):
+            if array.shape[dim] < 2 or (dim,) not in self._signatures(side, whole):
+                continue
+            rows = self._signatures(side, whole)[dim,]
+            for part in parts:
+                run = rows_of(dim, rows, array.size, others[part].shape, self._signatures(1 - side, part))
+                if run is not None:
+                    found.append((run, part))
+        return found
+
+    def _pad(self, name: str) -> None:
+        """Add a parameter whose first rows are an array, and whose other rows are padding."""
+        found = self._portions(0, name)
+        if len(found) == 1 and _is_padded(found[0][0]):
+            (rows, path), array = found[0], self._first[name]
+            form = solve(rows.of(array), self._second[path])
+            text = None if form is None else padded_text(form, rows, array.shape[rows.dim])
+            if text is not None:
+                self._add_verified([MapEntry(name, path, text)])
+
+    def _pad_path(self, path: str) -> None:
+        """Add a parameter that is the first rows of an array, whose other rows are padding."""
+        found = self._portions(1, path)
+        if len(found) == 1 and _is_padded(found[0][0]):
+            rows, name = found[0]
+            if (text := self._cut(name, path, rows)) is not None:
+                self._add_verified([MapEntry(name, path, text)])
+
+    def _add_verified(self, entries: Sequence[MapEntry], evidence: str = VALUES) -> bool:
+        """Add entries if all their values agree."""
+        for entry in entries:
+            form = Rearrangement(entry.pattern) if entry.pattern else None
+            wanted = self._first[entry.name]
+            try:
+                made = entry.to_canonical(*(self._second[path] for path in entry.paths))
+            except MappingError:
+                return False
+            if form is not None and form.pads:
+                made, wanted = form.unpadded(made), form.unpadded(wanted)
+            if not same_bits(wanted, made):
+                return False
+        for entry in entries:
+            self._add(entry, evidence)
+        return True
+
+    def _join_bias(self, name: str) -> bool:
+        """Add a parameter with one value that joins arrays as another one of its module does."""
+        module = name.rpartition(".")[0]
+        siblings = [
+            entry for entry in self._entries.values() if len(entry.paths) > 1 and _module_of(entry.name) == module
+        ]
+        for sibling in siblings:
+            found = (self._sibling_of(self._first[name], path) for path in sibling.paths)
+            paths = tuple(path for path in found if path is not None)
+            if len(paths) < len(sibling.paths):
+                continue
+            pattern, num_dims = sibling.pattern, self._second[paths[0]].ndim
+            if pattern is not None:
+                pattern = bias_text(pattern, num_dims, dim=Rearrangement(pattern).joint_dim, after=True)
+            if (pattern is not None or num_dims == 1) and self._fits(
+                entry := MapEntry(name, paths, pattern, sibling.rows)
+            ):
+                return self._add_verified([entry], MODULES)
+        return False
+
+    def _sibling_of(self, array: np.ndarray, path: str) -> str | None:
+        """The only open array in the module of a path with the only value of another array."""
+        inside = [
+            other
+            for other in self._open_paths()
+            if _module_of(other) == _module_of(path) and _same_value(self._second[other], array)
+        ]
+        return inside[0] if len(inside) == 1 else None
+
+    def _split_bias(self, path: str) -> bool:
+        """Add parameters with one value that are portions of an array as others of its module are."""
+        module, array = _module_of(path), self._second[path]
+        siblings = [entry for entry in self._entries.values() if entry.selects and _module_of(entry.paths[0]) == module]
+        entries = []
+        for sibling in siblings:
+            names = [
+                name
+                for name in self._open_names()
+                if _module_of(name) == _module_of(sibling.name) and _same_value(self._first[name], array)
+            ]
+            assert sibling.pattern is not None
+            form = Rearrangement(sibling.pattern)
+            texts = (bias_text(sibling.pattern, array.ndim, dim=dim, after=False) for dim in range(len(form.left)))
+            fits = [
+                entry
+                for text in texts
+                if text and len(names) == 1 and self._fits(entry := MapEntry(names[0], path, text)) and entry.selects
+            ]
+            if len(fits) != 1:
+                return False
+            entries.append(fits[0])
+        return bool(entries) and self._add_verified(entries, MODULES)
+
+    def _fits(self, entry: MapEntry) -> bool:
+        """Whether shapes fit, and gradients, if there are any."""
+        try:
+            shape = entry.canonical_shape(*(self._second[path].shape for path in entry.paths))
+        except MappingError:
+            return False
+        name, (ours, theirs) = entry.name, self._gradients
+        if shape != self._first[name].shape:
+            return False
+        if name not in ours or not theirs.keys() >= set(entry.paths):
+            return True
+        made = entry.to_canonical(*(theirs[path] for path in entry.paths))
+        return not _relative_distance(ours[name], made) > _NEAR
 
     # Parameters with the same values as others
 
     def _decide(self, names: Sequence[str], paths: Sequence[str]) -> bool:
         """Add the parameters of a group that gradients or modules tell apart; whether there was one."""
         names = [name for name in names if name not in self._entries]
-        paths = [path for path in paths if path not in self._owner]
+        paths = [path for path in paths if path not in self._owners]
         decided = False
         for name in names:
-            near = [path for path in paths if path not in self._owner and self._is_near(name, path)]
+            near = [path for path in paths if path not in self._owners and self._is_near(name, path)]
             if len(near) == 1 and sum(self._is_near(other, near[0]) for other in names) == 1:
                 decided |= self._pair(name, near[0], GRADIENTS)
                 continue
-            there = self._of_module(name, names, [path for path in paths if path not in self._owner])
+            there = self._of_module(name, names, [path for path in paths if path not in self._owners])
             if there is not None:
                 decided |= self._pair(name, there, MODULES)
         return decided
+
+    def _pair_last(self, names: Sequence[str], paths: Sequence[str]) -> bool:
+        """Add a parameter that is the only one left of those with its values, in both models; whether there was one."""
+        names = [name for name in names if name not in self._entries]
+        paths = [path for path in paths if path not in self._owners]
+        return len(names) == len(paths) == 1 and self._pair(names[0], paths[0], VALUES)
 
     def _is_near(self, name: str, path: str) -> bool:
         array, other = self._first[name], self._second[path]
@@ -244,13 +449,16 @@ class _Aligner:
         for module in _enclosing(name):
             known = {each for each in self._entries if _is_in(each, module)}
             alike = [other for other in names if other not in self._entries and _is_in(other, module)]
-            if not known:
+            if not known or any(_is_in(each, module) for each in self._open_varied[0]):
                 continue
-            modules = {there for each in known for path in self._entries[each].paths for there in _enclosing(path)}
+            wanted = {path for each in known for path in self._entries[each].paths}
+            modules = {there for path in wanted for there in _enclosing(path)}
             for there in sorted(modules, key=len, reverse=True):
                 inside = [path for path in paths if _is_in(path, there)]
-                owners = {owner for path, owner in self._owner.items() if _is_in(path, there)}
-                if owners == known and len(inside) == len(alike) == 1:
+                owned = {path for path in self._owners if _is_in(path, there)}
+                owners = {name for path in owned for name in self._owners[path]}
+                unknown = any(_is_in(path, there) for path in self._open_varied[1])
+                if owners == known and owned == wanted and not unknown and len(inside) == len(alike) == 1:
                     return inside[0]
         return None
 
@@ -260,17 +468,15 @@ class _Aligner:
         return [name for name in self._first if name not in self._entries]
 
     def _open_paths(self) -> list[str]:
-        return [path for path in self._second if path not in self._owner]
+        return [path for path in self._second if path not in self._owners]
 
     def _report_open(self) -> None:
         """List what is open: groups with the same elements, then each parameter that has no counterpart."""
         for names, paths in self._groups():
             names = [name for name in names if name not in self._entries]
-            paths = [path for path in paths if path not in self._owner]
+            paths = [path for path in paths if path not in self._owners]
             if names and paths:
-                varied = (
-                    len(names) == len(paths) == 1 and (self._first[names[0]] != self._first[names[0]].flat[0]).any()
-                )
+                varied = len(names) == len(paths) == 1 and _varies(self._first[names[0]])
                 self._undecided.append(Undecided(tuple(names), tuple(paths), _OTHER_ORDER if varied else _SAME_VALUES))
         reported = {each for undecided in self._undecided for each in (*undecided.names, *undecided.paths)}
         for path in self._open_paths():
@@ -286,18 +492,8 @@ class _Aligner:
         self._undecided += [Undecided((), (path,), _ALONE) for path in self._open_paths() if path not in reported]
 
     def _inside(self, path: str) -> tuple[str, ...]:
-        """The parameters of the first model that a path consists of, stacked or joined along one of its dims."""
-        array = self._second[path]
-        for dim in range(array.ndim):
-            slices, width = self._signatures(1, path)[dim,], array.size // array.shape[dim]
-            runs = {
-                name: _run_of(slices, width, self._first[name].shape, self._signatures(0, name))
-                for name in self._open_names()
-            }
-            found = sorted((run, name) for name, run in runs.items() if run is not None)
-            if len(found) > 1 and sum(count for (_, count), _ in found) == len(slices):
-                return tuple(name for _, name in found)
-        return ()
+        """The parameters of the first model that an array consists of, which no pattern states."""
+        return tuple(name for _, name in next(self._covers(1, path), ()))
 
 
 _SAME_VALUES = (
@@ -305,7 +501,7 @@ _SAME_VALUES = (
     "that have them"
 )
 _OTHER_ORDER = "the same elements in another order, which no rearrangement of dims explains"
-_INSIDE = "the path has these parameters as its slices, which a map cannot state; split it, or give the models in the other order"
+_INSIDE = "the path has these parameters as its rows in an order that no pattern states; split it"
 _ALONE = "no counterpart has the same elements; were both models given the same initial values?"
 
 
@@ -313,24 +509,30 @@ def _num_wide(shape: tuple[int, ...]) -> int:
     return sum(size > 1 for size in shape)
 
 
-def _run_of(
-    rows: np.ndarray, width: int, shape: tuple[int, ...], signatures: Mapping[tuple[int, ...], np.ndarray]
-) -> tuple[int, int] | None:
-    """(first row, number of rows) of the run of rows that are the slices of another array along some of its axes; None if there
-    is none.
+def _varies(array: np.ndarray) -> bool:
+    """Whether not all elements are equal."""
+    return array.size > 0 and bool((array != array.flat[0]).any())
 
-    Args:
-        rows: signatures of the rows, of `width` elements each.
-        shape, signatures: of the other array, by its axes.
-    """
-    count, rest = divmod(math.prod(shape), width)
-    if rest or not 0 < count <= len(rows):
-        return None
-    for axes in axis_sets(shape, count) if count > 1 else [()]:
-        order = row_order(rows, signatures[axes]) if axes in signatures else None
-        if order is not None and np.array_equal(np.sort(order), np.arange(order.min(), order.min() + count)):
-            return int(order.min()), count
-    return None
+
+def _same_value(array: np.ndarray, other: np.ndarray) -> bool:
+    """Whether all elements of both arrays have one value."""
+    return array.size > 0 < other.size and not _varies(array) and not _varies(other) and array.flat[0] == other.flat[0]
+
+
+def _relative_distance(array: np.ndarray, other: np.ndarray) -> float:
+    """norm(array - other) / norm(array); NaN if the first one is zero."""
+    x, y = array.astype(np.float64), other.astype(np.float64)
+    norm = float(np.linalg.norm(x))
+    return float(np.linalg.norm(x - y)) / norm if norm > 0 else math.nan
+
+
+def _is_padded(rows: Rows) -> bool:
+    """Whether rows are the first ones of an array, and most of them."""
+    return rows.blocks == 1 and rows.start == 0 and 2 * rows.count > rows.period
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _is_in(name: str, module: str) -> bool:

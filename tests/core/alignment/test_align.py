@@ -125,20 +125,18 @@ def test_rows_of_several_parameters_are_joined(models):
     entry = align(first, second).param_map.by_name["model.layers.1.attn.qkv.weight"]
     assert entry.paths == tuple(f"layers.1.attention.{part}.kernel" for part in "qkv")
     assert np.array_equal(entry.to_canonical(*(second[path] for path in entry.paths)), first[entry.name])
-    # The other way round no map can state it, and the parameters are named.
-    found = align(second, first)
-    assert (
-        tuple(f"layers.0.attention.{part}.kernel" for part in "qkv"),
-        ("model.layers.0.attn.qkv.weight",),
-    ) in [(each.names, each.paths) for each in found.undecided]
+    # The other way round the parameters are portions of one array.
+    entry = align(second, first).param_map.by_name["layers.0.attention.k.kernel"]
+    assert entry.paths == ("model.layers.0.attn.qkv.weight",) and entry.pattern == "(b[3:6/9] c=4) a -> a b c"
 
 
-def test_stacked_layers_are_reported(models):
+def test_stacked_layers_are_aligned_by_their_slices(models):
     first, second = models
     stack = np.stack([second.pop(f"layers.{layer}.fc.kernel") for layer in range(2)])
-    found = align(first, second | {"layers.fc.kernel": stack})
-    (each,) = [each for each in found.undecided if each.paths == ("layers.fc.kernel",)]
-    assert each.names == ("model.layers.0.fc.weight", "model.layers.1.fc.weight")
+    found = align(first, second | {"layers.fc.kernel": stack}).param_map
+    entries = [found.by_name[f"model.layers.{layer}.fc.weight"] for layer in range(2)]
+    assert [entry.pattern for entry in entries] == ["[0/2] a b -> b a", "[1/2] a b -> b a"]
+    assert {entry.path for entry in entries} == {"layers.fc.kernel"}
 
 
 def test_models_that_share_no_values_have_no_map(models):

@@ -131,6 +131,13 @@ def test_a_map_that_does_not_fit_is_refused():
     )
 
 
+def test_a_map_of_portions_is_refused():
+    layers = ParamMap(tuple(MapEntry(f"h.{i}.w", "h.w", f"[{i}/2] i o -> o i") for i in range(2)))
+    refused(MappingError, r"'h.0.w', 'h.1.w'\] are portions", wide({"h": {"w": np.ones((2, 3, 4))}}), param_map=layers)
+    padded = ParamMap((MapEntry("w", "w", "v -> v[0:3/4]"),))
+    refused(MappingError, r"\['w'\] are portions of leaves or padded", wide({"w": np.ones(3)}), param_map=padded)
+
+
 def test_R11_unknown_units_and_mixed_dtypes_are_refused():
     refused(UnitError, r"units \['blocks.2'\] are not modules", units=("blocks.2",), param_map=small_map())
     halves = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}

@@ -1,0 +1,128 @@
+"""Stacked parameters: arrays that hold the parameters of many layers, each a slice along one or two dims.
+
+A slice that is a parameter of the other model shows that an array is stacked; so does one whose rows are those of a single
+parameter, where parameters are stacked and joined. In a module whose arrays all have as many slices along the same dim, all are
+stacked, also those with one value, such as the biases of all layers.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossframe.alignment.portions import Signatures
+
+_MOST_AXES = 2
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One of the parameters of a stacked array.
+
+    Attributes:
+        path: of the array.
+        indices: (dim, index, size) of the dims along which it is stacked, in order.
+    """
+
+    path: str
+    indices: tuple[tuple[int, int, int], ...]
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """The slice of the array."""
+        places = {dim: index for dim, index, _ in self.indices}
+        return array[tuple(places.get(dim, slice(None)) for dim in range(array.ndim))]
+
+
+def slices_of(
+    first: Mapping[str, np.ndarray],
+    second: Mapping[str, np.ndarray],
+    ours: Mapping[str, Signatures],
+    theirs: Mapping[str, Signatures],
+) -> dict[str, Slice]:
+    """The slices of the stacked arrays of the second model, by a path that has the index behind the module that is stacked.
+
+    Args:
+        first, second: the parameters of both models.
+        ours, theirs: the signatures of their slices.
+    """
+    wholes = {(int(ours[name][()][0]), array.size) for name, array in first.items() if array.size > 1}
+    varied = {name: array for name, array in first.items() if array.size > 1 and (array != array.flat[0]).any()}
+    known = {(int(ours[name][()][0]), array.size) for name, array in varied.items()}
+    whole = {path for path, array in second.items() if (int(theirs[path][()][0]), array.size) in known}
+    modules: dict[str, tuple[int, ...]] = {}
+    for path, array in second.items():
+        if array.size < 2 or not (array != array.flat[0]).any() or (int(theirs[path][()][0]), array.size) in wholes:
+            continue
+        axes = _stacked_axes(array, theirs[path], known) or _stacked_and_joined(array, theirs[path], varied, ours)
+        if axes:
+            modules[_stacked_module(path, axes, second, whole)] = axes
+    found: dict[str, Slice] = {}
+    for path, array in second.items():
+        module = next((each for each in modules if path == each or path.startswith(f"{each}.")), None)
+        if module is None:
+            continue
+        axes = modules[module]
+        for index in itertools.product(*(range(array.shape[axis]) for axis in axes)):
+            indices = tuple((axis, at, array.shape[axis]) for axis, at in zip(axes, index, strict=True))
+            found[f"{module}[{', '.join(map(str, index))}]{path[len(module) :]}"] = Slice(path, indices)
+    return found
+
+
+def _stacked_axes(array: np.ndarray, signatures: Signatures, known: set[tuple[int, int]]) -> tuple[int, ...] | None:
+    """The axes along which a slice is a parameter of the other model."""
+    for axes in _axes_of(array):
+        count = math.prod(array.shape[axis] for axis in axes)
+        if any((int(each), array.size // count) in known for each in signatures.get(axes, ())):
+            return axes
+    return None
+
+
+def _stacked_and_joined(
+    array: np.ndarray, signatures: Signatures, varied: Mapping[str, np.ndarray], ours: Mapping[str, Signatures]
+) -> tuple[int, ...] | None:
+    """The axis along which each slice has rows of one parameter of the other model, or this one has rows of the slice."""
+    for axis, dim in itertools.permutations(range(array.ndim), 2):
+        pair = (min(axis, dim), max(axis, dim))
+        if array.shape[axis] < 2 or array.shape[dim] < 2 or pair not in signatures:
+            continue
+        rows = signatures[pair].reshape(array.shape[pair[0]], array.shape[pair[1]])
+        rows = rows if axis < dim else rows.T  # (slice, row)
+        width = array.size // rows.size
+        order = np.argsort(rows, axis=None)
+        sorted_rows = rows.reshape(-1)[order]
+        for name, other in varied.items():
+            if other.size % width:
+                continue
+            for axes, slices in ours[name].items():
+                if not axes or len(slices) * width != other.size or len(slices) < 2:
+                    continue
+                at = np.minimum(np.searchsorted(sorted_rows, slices), len(order) - 1)
+                hits = sorted_rows[at] == slices
+                places = order[at[hits]] // rows.shape[1]
+                complete = hits.all() or hits.sum() == rows.shape[1]
+                if len(places) > 1 and complete and (places == places[0]).all():
+                    return (axis,)
+    return None
+
+
+def _axes_of(array: np.ndarray) -> Iterator[tuple[int, ...]]:
+    for count in range(1, min(_MOST_AXES, array.ndim - 1) + 1):
+        for axes in itertools.combinations(range(array.ndim), count):
+            if all(array.shape[axis] > 1 for axis in axes) and array.size > math.prod(array.shape[i] for i in axes):
+                yield axes
+
+
+def _stacked_module(path: str, axes: tuple[int, ...], second: Mapping[str, np.ndarray], whole: set[str]) -> str:
+    """The outermost module all of whose arrays have as many slices along the same dims, and none of which is a whole parameter of
+    the other model; the path itself if there is none."""
+    sizes = [second[path].shape[axis] for axis in axes]
+    found, module = path, path
+    while module := module.rpartition(".")[0]:
+        inside = {other: array.shape for other, array in second.items() if other.startswith(f"{module}.")}
+        alike = (len(shape) > axes[-1] and [shape[axis] for axis in axes] == sizes for shape in inside.values())
+        if not all(alike) or whole & inside.keys():
+            break
+        found = module
+    return found
