@@ -50,17 +50,20 @@ def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.M
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
 
 
-def watch(module: nnx.Module, paths: Mapping[str, str]) -> None:
+def watch(module: nnx.Module, paths: Mapping[str, str] | None = None) -> None:
     """Make modules inside a module tell their inputs and outputs (`jax_backend.activations`) while `jax_backend.Recorder`
     listens.
 
     Args:
         paths: for the canonical name of each module, its path in flax, the parts joined by "."; "" is the module itself.
-            `jax_backend.recorder.module_paths` reads them from a ParamMap.
+            `jax_backend.recorder.module_paths` reads them from a ParamMap. None: all modules, under their paths.
 
     Raises:
         UsageError: a path of no module.
     """
+    if paths is None:
+        names = (".".join(map(str, path)) for path, part in nnx.iter_modules(module) if callable(part))
+        paths = {name: name for name in names}
     for name, path in paths.items():
         part: Any = module
         for key in filter(None, path.split(".")):

@@ -2,14 +2,17 @@
 
 Modules that enclose the same parameters are one module, whatever their values: a fault does not hide them. Modules without
 parameters are matched by the values of their inputs and outputs, in the order of computation; those after a fault, whose values
-differ, by what was matched in other layers, or by their place between modules that are matched. Dims may be transposed, joined or
-split. The order of dims is that under which the values agree; without one, that of other activations of the same shapes.
+differ, by what was matched in other layers, or by their place between modules that are matched. Single inputs and outputs whose
+values agree are matched last, for instance that of a projection with the inputs of the three that it joins. Dims may be
+transposed, joined or split. The order of dims is that under which the values agree; without one, that of other activations of
+the same shapes.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +24,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.recording.mapped import Activations, Of
 
+T = TypeVar("T")
 _ROUNDINGS, _NEAR = 8, 1e-4
 """Activations are near if their relative distance is at most this many roundings, or `_NEAR`: more than the rounding of a part in
 float32, and is far below the distance of the inputs of two layers. Nothing is judged by it."""
@@ -138,21 +142,8 @@ class _Matcher:
         self._pairs |= self._in_order(*self._open())
 
     def _in_order(self, modules: Sequence[str], others: Sequence[str]) -> dict[str, str]:
-        """The matches of modules in the same order whose values agree at most often: a longest common subsequence."""
-        scores = [[self._score(module, other) for other in others] for module in modules]
-        best = [[0] * (len(others) + 1) for _ in range(len(modules) + 1)]
-        for i, j in itertools.product(reversed(range(len(modules))), reversed(range(len(others)))):
-            best[i][j] = max(best[i + 1][j], best[i][j + 1], scores[i][j] + best[i + 1][j + 1])
-        found, i, j = {}, 0, 0
-        while i < len(modules) and j < len(others):
-            if scores[i][j] and best[i][j] == scores[i][j] + best[i + 1][j + 1]:
-                found[modules[i]] = others[j]
-                i, j = i + 1, j + 1
-            elif best[i][j] == best[i + 1][j]:
-                i += 1
-            else:
-                j += 1
-        return found
+        """The matches of modules in the same order whose values agree most often."""
+        return dict(_common_subsequence(modules, others, self._score))
 
     def _score(self, module: str, other: str) -> int:
         """3 if the inputs and outputs of two modules agree, 1 if one of them does and the other one may be faulty, else 0."""
@@ -213,7 +204,7 @@ class _Matcher:
         theirs = _gaps(self._second.modules, back, others)
         for place, inside in ours.items():
             there = theirs.get(place, [])
-            if len(inside) == len(there) and all(map(self._alike, inside, there)):
+            if any(place) and len(inside) == len(there) and all(map(self._alike, inside, there)):
                 self._pairs |= zip(inside, there, strict=True)
 
     # Activations
@@ -225,6 +216,7 @@ class _Matcher:
             for use in (INPUT, OUTPUT)
             if (module, use) in self._first.order and (other, use) in self._second.order
         ]
+        pairs += self._others({ours for ours, _ in pairs}, {theirs for _, theirs in pairs})
         forms = {pair: self._nearest(*pair) for pair in pairs}
         known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Rearrangement]] = {}
         for (ours, theirs), form in forms.items():
@@ -238,6 +230,17 @@ class _Matcher:
             if form is None:  # another number of elements, or no rearrangement
                 continue
             found[ours] = (theirs, None if shapes[0] == shapes[1] and form.is_identity else form)
+        return found
+
+    def _others(self, ours: Collection[Of], theirs: Collection[Of]) -> list[tuple[Of, Of]]:
+        """Further activations that agree, in the same order, of modules that are not matched."""
+        found = []
+        for use in (INPUT, OUTPUT):
+            one, other = (
+                [of for of in side.order if of[1] == use and of not in matched]
+                for side, matched in ((self._first, ours), (self._second, theirs))
+            )
+            found += _common_subsequence(one, other, lambda x, y: int(self._agree(x, y)))
         return found
 
     def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
@@ -257,6 +260,24 @@ class _Matcher:
         if known:
             return max(known, key=known.count)
         return next(iter(_forms(*shapes)), None)
+
+
+def _common_subsequence(ours: Sequence[T], theirs: Sequence[T], score: Callable[[T, T], int]) -> list[tuple[T, T]]:
+    """The pairs, in order on both sides, with the largest sum of scores; earlier ones of equal sums."""
+    scores = [[score(x, y) for y in theirs] for x in ours]
+    best = [[0] * (len(theirs) + 1) for _ in range(len(ours) + 1)]
+    for i, j in itertools.product(reversed(range(len(ours))), reversed(range(len(theirs)))):
+        best[i][j] = max(best[i + 1][j], best[i][j + 1], scores[i][j] + best[i + 1][j + 1])
+    found, i, j = [], 0, 0
+    while i < len(ours) and j < len(theirs):
+        if scores[i][j] and best[i][j] == scores[i][j] + best[i + 1][j + 1]:
+            found.append((ours[i], theirs[j]))
+            i, j = i + 1, j + 1
+        elif best[i][j] == best[i + 1][j]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def _forms(first: tuple[int, ...], second: tuple[int, ...]) -> list[Rearrangement]:

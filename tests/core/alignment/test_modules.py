@@ -1,0 +1,124 @@
+"""Modules and activations of two recordings with different names, matched by parameters, values and order."""
+
+# pyright: reportArgumentType=false
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from crossframe.alignment import match_activations
+from crossframe.param_map import MapEntry, ParamMap
+
+MAP = ParamMap(
+    tuple(
+        MapEntry(f"h.{i}.{a}.weight", f"layers.{i}.{b}.kernel")
+        for i in range(3)
+        for a, b in (("up", "wi"), ("down", "wo"))
+    )
+)
+
+
+class Run:
+    """What `match_activations` reads of a recording of one step: (module, use) to an array, or None for a sketch."""
+
+    def __init__(self, values, dtype="float64"):
+        self._values, self.num_steps, self.manifest = values, 1, SimpleNamespace(dtype=dtype)
+
+    def activations(self, step):
+        return [(0, *of) for of in self._values]
+
+    def activation(self, step, rank, microbatch, *of):
+        return self._values[of]
+
+    def activation_shape(self, step, rank, microbatch, *of):
+        return self._values[of].shape
+
+    def activation_sketch(self, step, rank, microbatch, *of):
+        return None
+
+
+def values(*seed, shape=(2, 3, 4)):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def model(names, act, *, fault=None, change=lambda array: array, low=lambda array: array):
+    """The activations of three layers with a nonlinearity without parameters; from a fault on, all values are others."""
+    up, down, outer = names
+    found = {}
+    for layer in range(3):
+        wrong = fault is not None and layer >= fault
+        for i, module in enumerate((up, act, down)):
+            for j, use in enumerate(("input", "output")):
+                off = 10 * (wrong and (layer > fault or i > 1 or (i, j) == (1, 1)))
+                array = values(layer, 2 * i + j + off)
+                found[f"{outer}.{layer}.{module}", use] = change(low(array) if module == act else array)
+    return Run(found)
+
+
+def modules_of(found):
+    return {ours[0]: theirs[0] for ours, (theirs, _) in found.items()}
+
+
+FIRST = model(("up", "down", "h"), "gelu")
+
+
+@pytest.mark.parametrize("fault", [None, 0, 1, 2])
+def test_modules_are_matched_before_and_after_a_fault(fault):
+    found = match_activations(FIRST, model(("wi", "wo", "layers"), "act", fault=fault), MAP)
+    wanted = {
+        f"h.{i}.{a}": f"layers.{i}.{b}" for i in range(3) for a, b in (("up", "wi"), ("gelu", "act"), ("down", "wo"))
+    }
+    assert modules_of(found) == wanted and len(found) == 18
+    assert all(ours[1] == theirs[1] and form is None for ours, (theirs, form) in found.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda x: np.moveaxis(x, -1, 1), "a b c -> a c b"),
+        (lambda x: x.transpose(1, 0, 2), "a b c -> b a c"),
+        (lambda x: x.reshape(6, 4), "(a b=3) c -> a b c"),
+        (lambda x: x.reshape(2, 3, 2, 2), "a b c d=2 -> a b (c d)"),
+    ],
+    ids=["channels first", "time first", "flat tokens", "heads"],
+)
+@pytest.mark.parametrize("fault", [None, 1])
+def test_the_order_of_dims_is_that_of_the_values_also_after_a_fault(change, pattern, fault):
+    found = match_activations(FIRST, model(("wi", "wo", "layers"), "act", fault=fault, change=change), MAP)
+    assert len(found) == 18 and {form.text for _, form in found.values()} == {pattern}
+
+
+@pytest.mark.parametrize("low", [np.zeros_like, np.ones_like, lambda x: (x > 0) * 1.0], ids=["zeros", "ones", "mask"])
+def test_activations_of_few_values_are_not_matched_by_them(low):
+    first = Run({("a", "input"): low(values(0)), ("b", "input"): values(1)})
+    second = Run({("c", "input"): values(1), ("d", "input"): low(values(0))})
+    assert modules_of(match_activations(first, second, ParamMap(()))) == {"b": "c"}
+    # Their place between others still matches them.
+    found = match_activations(
+        model(("up", "down", "h"), "gelu", low=low), model(("wi", "wo", "layers"), "act", low=low), MAP
+    )
+    assert modules_of(found)["h.1.gelu"] == "layers.1.act"
+
+
+def test_values_that_are_near_but_not_equal_up_to_rounding_do_not_match():
+    x = values(0)
+    near, far = Run({("b", "input"): x * (1 + 1e-7)}), Run({("b", "input"): x + 1e-3 * values(1)})
+    first = Run({("a", "input"): x})
+    assert match_activations(first, near, ParamMap(())).keys() == {("a", "input")}
+    assert match_activations(first, far, ParamMap(())) == {}
+    # A permutation of elements that is no order of dims has the same sorted values.
+    mixed = np.random.default_rng(3).permutation(x.reshape(-1)).reshape(x.shape)
+    assert match_activations(first, Run({("b", "input"): mixed}), ParamMap(())) == {}
+
+
+def test_one_input_of_a_projection_is_matched_with_that_of_one_of_its_parts():
+    x = values(0)
+    first = Run({("qkv", "input"): x, ("qkv", "output"): values(1, shape=(2, 3, 12))})
+    parts = {
+        (part, use): x if use == "input" else values(2, i)
+        for i, part in enumerate("qkv")
+        for use in ("input", "output")
+    }
+    entries = (MapEntry("qkv.weight", ("q.kernel", "k.kernel", "v.kernel"), "i o -> o i"),)
+    found = match_activations(first, Run(parts), ParamMap(entries))
+    assert found == {("qkv", "input"): (("q", "input"), None)}
