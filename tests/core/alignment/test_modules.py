@@ -1,6 +1,6 @@
 """Modules and activations of two recordings with different names, matched by parameters, values and order."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 from types import SimpleNamespace
 
 import numpy as np
