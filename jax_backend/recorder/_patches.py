@@ -3,9 +3,11 @@
 They are replaced before the script imports them, and report to the current `Collector`; without one, they are JAX's own.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -107,7 +109,7 @@ class Jitted:
         self._paths: list[str | None] = []
         self.plans: dict[Any, Any] = {}
         self.donates = any(options.get(name) not in (None, ()) for name in _DONATED)
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
 
     def program(self, detail: Detail) -> Any:
         """A jitted function that returns the user's results and a `Packed`. Only that of the least detail, which the script uses,
@@ -171,18 +173,22 @@ class Gradient:
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What JAX returns, and its tap without the interior."""
-        result = _value_and_grad(_rounded(self.fun), self.argnums, self.has_aux, **self.options)(*args, **kwargs)
+        result = _value_and_grad(_rounded(_repeatable(self.fun)), self.argnums, self.has_aux, **self.options)(
+            *args, **kwargs
+        )
         return result, self._tap(result, args, [])
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, with the interior."""
+
+        own = _repeatable(self.fun)
 
         def fun(*args: Any, **kwargs: Any) -> Any:
             above = innermost()
             assert above is not None
             inside = traced(above, (), in_loss=True, detail=Detail.INTERIOR, paths=_paths(self.diff(args)))
             with collecting(inside), reporting_modules():
-                result = self.fun(*args, **kwargs)
+                result = own(*args, **kwargs)
             loss, aux = result if self.has_aux else (result, None)
             return loss, (aux, pack(inside.taps, (), inside))
 
@@ -208,6 +214,13 @@ class Gradient:
         values: dict[str, Any] = {"loss": Value(loss), "diff": tuple(Value(leaf) for _, leaf in leaves)}
         values["inside"] = tuple(Value(at_level(collector, tap.values["array"].array)) for tap in inside)
         return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside)), values)
+
+
+def _repeatable(fun: Any) -> Any:
+    """A function that can be called again: those of `nnx.value_and_grad` use up a queue."""
+    if dataclasses.is_dataclass(fun) and isinstance(getattr(fun, "nondiff_states", None), deque):
+        return dataclasses.replace(fun, nondiff_states=deque(fun.nondiff_states))  # type: ignore[arg-type]
+    return fun
 
 
 def _rounded(fun: Callable) -> Callable:

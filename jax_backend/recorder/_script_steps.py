@@ -111,8 +111,8 @@ class Steps:
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
                 f"an optimizer of optax updated {_listed(names)}, but before it {what} taken by jax.grad or "
-                f"jax.value_and_grad where it can be seen (jax.pmap, jax.vjp and jax.lax.while_loop are not followed); "
-                f"{USE_RECORDER}"
+                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap, jax.lax.while_loop "
+                f"and jax.lax.fori_loop); {USE_RECORDER}"
             )
 
     def _matching(self, update: Tap) -> list[tuple[Tap, Sequence[Any]]]:
@@ -159,7 +159,9 @@ class Steps:
                 for interior in _interiors(tap, parts, values, grid, update.about[0]):
                     self.recorder.add_interior(interior)
         state = _state(update.values["state"])
-        batches = list(batches_of(grid, [part for parts in microbatches for part in parts]).values())
+        # Gradients of one call have its batch, each or together.
+        calls = {id(batch): parts for (_, batch), parts in zip(gradients, microbatches, strict=True)}
+        batches = list(batches_of(grid, [part for parts in calls.values() for part in parts]).values())
         self.recorder.step(
             loss=loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss),
             params=params,

@@ -135,6 +135,28 @@ result = eqx.filter(model, eqx.is_array)
 """
 )
 
+NNX_OUTSIDE_OF_JIT = NNX.replace("@nnx.jit\n", "")
+
+NESTED = (
+    FUNCTIONS
+    + """
+tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.01)
+opt_state = tx.init(params)
+loss_and_gradients = jax.jit(jax.value_and_grad(jax.jit(loss_fn)))
+class Trainer:
+    @partial(jax.jit, static_argnums=0, static_argnames="verbose", donate_argnums=(1, 2))
+    def step(self, params, opt_state, batch, *, verbose):
+        loss, grads = loss_and_gradients(params, batch["image"], batch["label"])
+        updates, opt_state = tx.update(spoil(grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+trainer = Trainer()
+for batch in batches:
+    params, opt_state, loss = trainer.step(params, opt_state, batch, verbose=True)
+result = params
+"""
+)
+"""Functions under jit inside of functions under jit, one of them a method with static arguments."""
+
 TWO_CALLS = (
     FUNCTIONS
     + """
@@ -267,6 +289,8 @@ result = params
 RECORDED = {
     "linen": LINEN,
     "nnx": NNX,
+    "nnx_outside_of_jit": NNX_OUTSIDE_OF_JIT,
+    "nested": NESTED,
     "equinox": EQUINOX,
     "two_calls": TWO_CALLS,
     "eager": EAGER,

@@ -15,24 +15,29 @@ from crossframe.verdict import Verdict, compare
 from jax_backend.recorder import script
 from tests.on_jax.helpers.scripts import EAGER, MAPPED, RECORDED, REFUSED, SHARDED, TWO_CALLS
 
+OF_NNX = {"", "layers.0", "norm", "layers.1"}
 MODULES = {
     "linen": {"", "Dense_0", "BatchNorm_0", "Dropout_0", "Dense_1"},
-    "nnx": {"", "layers.0", "norm", "layers.1"},
+    "nnx": OF_NNX,
+    "nnx_outside_of_jit": OF_NNX,
     "equinox": {"", "layers.0", "layers.2"},
 }
+ADAM = {"optimizer": "Adam", "eps": 1e-8, "betas": [0.9, 0.999]}
 ADAMW = {"optimizer": "AdamW", "lr": 0.01, "weight_decay": 1e-4, "eps": 1e-8, "betas": [0.9, 0.999]}
 STATED = {
     "linen": {"optimizer": "SGD", "lr": 0.1, "momentum": 0.9},
-    "nnx": {"optimizer": "Adam", "lr": 0.01, "eps": 1e-8, "betas": [0.9, 0.999]},
+    "nnx": ADAM | {"lr": 0.01},
+    "nnx_outside_of_jit": ADAM | {"lr": 0.01},
+    "nested": {},
     "equinox": ADAMW | {"clip": 1.0},
-    "two_calls": {"optimizer": "Adam", "eps": 1e-8, "betas": [0.9, 0.999]},
+    "two_calls": ADAM,
     "eager": {"optimizer": "SGD", "lr": 0.1},
     "per_sample": {"optimizer": "SGD", "lr": 0.1},
 }
 OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip")
 # optax.MultiSteps accumulates in float32.
 PRECISION = {"accumulated": np.finfo(np.float32).eps}
-LONG = ("mapped", "scanned", "per_sample", "nnx")
+LONG = ("mapped", "scanned", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
 
 
 @pytest.fixture
