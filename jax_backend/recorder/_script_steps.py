@@ -111,8 +111,8 @@ class Steps:
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
                 f"an optimizer of optax updated {_listed(names)}, but before it {what} taken by jax.grad or "
-                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap, jax.lax.while_loop "
-                f"and jax.lax.fori_loop); {USE_RECORDER}"
+                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap, "
+                f"jax.lax.while_loop and jax.lax.fori_loop); {USE_RECORDER}"
             )
 
     def _matching(self, update: Tap) -> list[tuple[Tap, Sequence[Any]]]:
