@@ -8,11 +8,12 @@ they are. So a recording does not depend on how a replica is divided, and is com
 Gathering is collective: all model ranks record the same tensors in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_backend.ranks._collectives import Communicator, default_process_group
@@ -28,15 +29,16 @@ class ModelRanks:
         axis: the mesh axis along which they lie; of several, their names joined by ", ".
     """
 
-    def __init__(self, replica: int, shard: int, axis: str) -> None:
+    def __init__(self, replica: int, shard: int, params: Iterable[Tensor]) -> None:
         """Find those with this rank's place on the data-parallel mesh. All ranks call it."""
-        self.axis = axis
         by_place: dict[tuple[int, int], list[int]] = {}
         for rank, place in enumerate(Communicator(default_process_group()).gather_objects((replica, shard))):
             by_place.setdefault(place, []).append(rank)
         group, _ = dist.new_subgroups_by_enumeration(list(by_place.values()))
         assert isinstance(group, dist.ProcessGroup)
         self.group, self._ranks = group, Communicator(group)
+        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        self.axis = ", ".join(sorted({name for mesh in meshes for name in self._axes_of(mesh)}))
         # The dim on which ranks hold parts of an activation, by its shape on the first one.
         self._dims: dict[tuple[int, ...], int] = {}
 
@@ -44,6 +46,16 @@ class ModelRanks:
     def is_first(self) -> bool:
         """Whether this rank writes."""
         return self.group.rank() == 0
+
+    def has_all_of(self, mesh: DeviceMesh) -> bool:
+        """Whether all ranks of a mesh are among them. If not, data-parallel ranks exchange samples between experts, so no rank
+        has the gradient of its own batch."""
+        return {*mesh.mesh.flatten().tolist()} <= {*self._ranks.ranks}
+
+    def _axes_of(self, mesh: DeviceMesh) -> list[str]:
+        groups = [(axis, dist.get_process_group_ranks(mesh.get_group(axis))) for axis in range(mesh.ndim)]
+        own = [axis for axis, ranks in groups if len(ranks) > 1 and {*ranks} <= {*self._ranks.ranks}]
+        return [mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else f"dim {axis}" for axis in own]
 
     def disagreements(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, list[int]]]:
         """Of tensors that are not the same on all model ranks: the largest norm(other - first) / norm(first), and the ranks."""

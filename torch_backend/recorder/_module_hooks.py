@@ -108,6 +108,8 @@ class Watch:
         # By id the parameters, as forward read them, whose gradients are listened for; and what of the step was told.
         self._hooked: dict[int, Tensor] = {}
         self._reported: set[str] = set()
+        # Names of parameters whose gradients on this rank are also those of other ranks' batches.
+        self._of_other_batches: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
         # What the sink is told of a forward in the other mode if backward follows; None: the last one was in the usual mode.
         self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
@@ -177,7 +179,7 @@ class Watch:
                     {
                         spec.name: own[spec.name] if spec.name in own else like.new_zeros(spec.shape)
                         for spec in layout.params
-                        if spec.requires_grad or spec.name in own
+                        if spec.name in own or (spec.requires_grad and spec.name not in self._of_other_batches)
                     }
                 )
         return found
@@ -246,8 +248,11 @@ class Watch:
         assert self._view is not None
         if self._view.engine.names is not None:
             return
+        ranks = self._view.model_ranks
         for _, name, value in self._entered(module):
-            if value.requires_grad and id(value) not in self._hooked:
+            if ranks is not None and isinstance(value, DTensor) and not ranks.has_all_of(value.device_mesh):
+                self._of_other_batches.add(name)
+            elif value.requires_grad and id(value) not in self._hooked:
                 self._hooked[id(value)] = value
                 self._handles.append(value.register_hook(self._adder(name)))
 

@@ -1,6 +1,6 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,13 @@ def ours(model: nn.Module) -> Engine:
     """Ours, under either interface."""
     named = named_units(model, rename=canonical_name)
     first = named[0].unit
-    if any(each.unit.mesh.spec != first.mesh.spec for each in named):
-        raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
     for unit in named:
         unit.check_whole()
-    if any(param is not None for unit in named for each in unit.buckets for param in each.bucket.registrar.tp_params):
+    tp_params = (param for unit in named for each in unit.buckets for param in each.bucket.registrar.tp_params)
+    if any(param is not None for param in tp_params):
         return _ours_divided(model, named)
+    if any(each.unit.mesh.spec != first.mesh.spec for each in named):
+        raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
     buckets = []
     for unit in named:
         for each in unit.buckets:
@@ -205,16 +206,15 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
         states.setdefault(id(state), (state, []))[1].append(place.name)
     groups = [group for state, _ in states.values() if (group := getattr(state, "_fsdp_param_group", None)) is not None]
     infos = {group.mesh_info.mesh: group.mesh_info for group in groups}
-    if len(infos) != 1:
-        raise UnsupportedError("parameters of one model on several data-parallel meshes cannot be recorded")
-    [(mesh, info)] = infos.items()
+    # Experts may be sharded over fewer ranks, between those that have other experts.
+    mesh, info = max(infos.items(), key=lambda each: each[0].size())
     shards = None if info.shard_mesh_dim is None else mesh.get_group(info.shard_mesh_dim)
     replicas = None if info.replicate_mesh_dim is None else mesh.get_group(info.replicate_mesh_dim)
     units = [tuple(names) for _, names in states.values()]
     policies = [policy for state, _ in states.values() if (policy := getattr(state, "_mp_policy", None))]
     compute_dtype = name_or_none(policies[0].param_dtype) if policies else None
     strategy = _strategy(_place_in(shards)[1], _place_in(replicas)[1], keeps=False)
-    if any(param.device_mesh.size() != mesh.size() for param, _, _ in params.values()):
+    if any(param.device_mesh != mesh for param, _, _ in params.values()):
         return _divided("torch FSDP2", params, units, shards, replicas, strategy, compute_dtype)
     buckets = []
     for (modules, dtype), members in _by_unit(params, units).items():
@@ -235,7 +235,7 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
 
 def _ours_divided(model: nn.Module, named: Sequence[NamedUnit]) -> Engine:
     """Ours over tensor parallelism."""
-    first = named[0].unit
+    first = max((each.unit for each in named), key=lambda unit: unit.mesh.spec.world_size)
     if first.options.api is Api.FSDP1:
         raise UnsupportedError(_DIVIDED_FSDP1)
     mesh, params = first.mesh, _registrations(model)
@@ -281,8 +281,7 @@ def _divided(
         layout = PerParamLayout(_specs(params, members, dtype), shard[1], (0,) * len(members))
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    axes = _model_axes([param for param, _, _ in params.values()], (shards, replicas))
-    model_ranks = ModelRanks(replica[0], shard[0], ", ".join(axes))
+    model_ranks = ModelRanks(replica[0], shard[0], [param for param, _, _ in params.values()])
     groups = (shards, replicas, model_ranks.group)
     return Engine(
         name,
@@ -320,17 +319,6 @@ def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
         buckets,
         reads_all_at_once=True,
     )
-
-
-def _model_axes(params: Iterable[Tensor], data: Iterable[dist.ProcessGroup | None]) -> list[str]:
-    """The names of the mesh axes of parameters that are not those of these data-parallel groups."""
-    of_data = [dist.get_process_group_ranks(group) for group in data if group is not None]
-    found: dict[str, None] = {}
-    for mesh in {param.device_mesh for param in params if isinstance(param, DTensor)}:
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1 and dist.get_process_group_ranks(mesh.get_group(axis)) not in of_data:
-                found[mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)] = None
-    return sorted(found)
 
 
 def _tensor_parallel(model: nn.Module, params: dict[str, Any], unit_names: set[str]) -> Engine:

@@ -1,14 +1,15 @@
-"""Tensor and sequence parallelism, alone and under fully_shard, recorded and held against one device."""
+"""Tensor, sequence and expert parallelism, alone and under fully_shard, recorded and held against one device."""
 
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as collectives
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 
@@ -184,3 +185,80 @@ def test_perturbed_runs_and_sketches_are_those_of_one_device(ranks, tmp_path):
         initial = [each.full(PARAMETERS, 0, name) for each in (a, of_one, b, of_divided)]
         assert (initial[1] == initial[3]).all() and (initial[0] == initial[2]).all()
     assert (of_one.full(PARAMETERS, 0, "embed.weight") != a.full(PARAMETERS, 0, "embed.weight")).all()
+
+
+class Experts(nn.Module):
+    """Four experts, of which each rank of the axis has two; all samples go to all experts of the axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 12) / 4), nn.Parameter(torch.randn(4, 12, WIDTH) / 4)
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        if self.mesh is None:
+            return self.of(x, gates, up, down)
+        group = self.mesh.get_group()
+        first = 2 * self.mesh.get_local_rank()
+        x, gates = (collectives.all_gather_tensor_autograd(each.contiguous(), 0, group) for each in (x, gates))
+        found = self.of(x, gates[..., first : first + 2], up.to_local(), down.to_local())
+        return collectives.reduce_scatter_tensor_autograd(found.contiguous(), "sum", 0, group)
+
+    @staticmethod
+    def of(x: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = functional.gelu(torch.einsum("bsw,ewh->bseh", x, up))
+        return torch.einsum("bseh,ehw,bse->bsw", hidden, down, gates)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.experts = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 4), Experts()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.experts(x, self.router(x).softmax(-1))))
+
+
+def train_experts(rank: int, world_size: int, kind: str, directory: str, *, divisor: int = 4) -> None:
+    torch.manual_seed(0)
+    model: Any = Mixture().double()
+    if kind != "one":
+        package: Any = {"torch": theirs, "ours": ours}[kind]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_mod_ep", "ep"))
+        for name in ("up", "down"):
+            full = getattr(model.experts, name).detach()
+            setattr(model.experts, name, nn.Parameter(distribute_tensor(full, mesh["ep"], [Shard(0)])))
+        model.experts.mesh = mesh["ep"]
+        package.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
+        # The gradients of an expert are those of the samples of all ranks of the axis.
+        model.experts.set_gradient_divide_factor(divisor)
+        package.fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with Recorder(directory, model=model, optimizer=optimizer, name="mixture", every=1, dense=1) as recorder:
+        for step in range(2):
+            samples = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+            own = samples.chunk(world_size)[rank]
+            loss = functional.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_experts_that_lie_on_several_data_parallel_ranks_are_recorded_as_on_one_device(ranks, tmp_path, kind):
+    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
+    ranks.run(1, train_experts, "one", directories["one"])
+    ranks.run(4, train_experts, kind, directories["right"])
+    ranks.run(4, partial(train_experts, divisor=2), kind, directories["wrong"])
+    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert right.manifest.world_size == 4 and right.manifest.params["experts.up"].shape == (4, WIDTH, 12)
+    found = compare(one, wrong)
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None and found.diagnosis is not None, found
+    assert where.phase == REDUCE and where.parameter in ("experts.up", "experts.down")
+    assert found.diagnosis.signature == "constant_factor"
