@@ -11,7 +11,7 @@ can join several arrays. Nothing is computed, so a round trip gives the same bit
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,16 @@ class MapEntry:
     def pads(self) -> bool:
         """Whether the parameter has padding that no path has."""
         return self._rearrangement is not None and self._rearrangement.pads
+
+    def unpadded(self) -> "MapEntry":
+        """The entry for a parameter without its padding."""
+        form = self._rearrangement
+        return self if form is None or not form.pads else replace(self, pattern=form.without_padding)
+
+    def trimming(self, shape: tuple[int, ...]) -> "MapEntry":
+        """The entry that removes the padding of the parameter, which has this shape."""
+        assert self._rearrangement is not None
+        return MapEntry(self.name, self.name, self._rearrangement.trimming(shape))
 
     def to_canonical(self, *arrays: Any) -> Any:
         """Convert flax arrays (numpy or JAX), one for each path, to the canonical array."""

@@ -14,6 +14,7 @@ from crossframe.errors import MappingError
 from crossframe.quoting import quote
 
 _TOKEN = re.compile(r"([A-Za-z_]\w*)(?:=([1-9]\d*)|\[(\d+):(\d+)/(\d+)\])?|\[(\d+)/(\d+)\]|1(?!\w)|\S")
+_RANGE = re.compile(r"\[\d+:\d+/\d+\]")
 Side = tuple[tuple[str, ...], ...]
 """The axes in each dim of one side; a dim of size 1 has none."""
 
@@ -126,6 +127,20 @@ class Rearrangement:
             r"[A-Za-z_]\w*", lambda name: f"{name[0]}={sizes[name[0]]}" if name[0] in sizes else name[0], bare[0]
         )
         return Rearrangement(f"{stated} -> {bare[1]}")
+
+    @property
+    def without_padding(self) -> str:
+        """The pattern for the parameter without its padding."""
+        before, _, after = self.text.partition("->")
+        return f"{before}->{_RANGE.sub('', after)}"
+
+    def trimming(self, shape: tuple[int, ...]) -> str:
+        """The pattern that removes the padding of a parameter of this shape."""
+        names = "abcdefghijklmnopqrstuvwxyz"[: len(shape)]
+        left = list(names)
+        for dim, (before, after) in self._parsed.pads.items():
+            left[dim] += f"[{before}:{shape[dim] - after}/{shape[dim]}]"
+        return f"{' '.join(left)} -> {' '.join(names)}"
 
     # From the array to the parameter
 

@@ -1,6 +1,7 @@
 """Alignment: which parameter of one model is which parameter of another, and which module which, derived from their values."""
 
 from crossframe.alignment.align import GRADIENTS, MODULES, VALUES, Alignment, Undecided, align
+from crossframe.alignment.complete import complete
 from crossframe.alignment.modules import match_activations
 
-__all__ = ["GRADIENTS", "MODULES", "VALUES", "Alignment", "Undecided", "align", "match_activations"]
+__all__ = ["GRADIENTS", "MODULES", "VALUES", "Alignment", "Undecided", "align", "complete", "match_activations"]

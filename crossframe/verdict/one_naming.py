@@ -8,13 +8,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossframe.alignment import align, match_activations
+from crossframe.alignment import align, complete, match_activations
 from crossframe.alignment.models import read_recorded
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
-from crossframe.recording.mapped import MappedRecording, mapped
+from crossframe.recording.mapped import MappedRecording, Of, mapped
 from crossframe.verdict.measure.comparable import labels
 
 _MOST = 3
@@ -60,18 +60,25 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
     except RecordingError as error:
         return OneNaming(a, b, problem=f"the parameters have different names; {_HELP}: {quote_error(error)}")
     found = align(values, other_values, (gradients, other_gradients))
-    num, all_names = len(found.param_map.entries), len(values)
-    if found.undecided:
-        open_ones = [", ".join((*each.names, *each.paths)) for each in found.undecided]
+    param_map, added = complete(found, values, other_values)
+    by_value, all_names = len(found.param_map.entries), len(values)
+    lacking = [name for name in values if name not in param_map.by_name]
+    lacking += [path for path in other_values if path not in param_map.by_path]
+    if lacking or 2 * by_value < all_names:
+        open_ones = _listed([", ".join((*each.names, *each.paths)) for each in found.undecided])
         return OneNaming(
             a,
             b,
-            problem=f"the parameters have different names, and their values match {num} of {all_names}; undecided are "
-            f"{_listed(open_ones)}; {_HELP}",
+            problem=f"the parameters have different names, and their values match {by_value} of {all_names}; undecided are "
+            f"{open_ones}; {_HELP}",
         )
     name = labels(first, second)[0]
-    note = f"{num} parameters with other names were matched by their values; the names are those of {name}; see crossframe map"
-    return _viewed(first, second, found.param_map, swapped=swapped, note=note)
+    others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
+    note = (
+        f"{by_value} parameters with other names were matched by their values{others}; the names are those of {name}; see "
+        "crossframe map"
+    )
+    return _viewed(first, second, param_map, swapped=swapped, note=note)
 
 
 _HELP = (
@@ -100,8 +107,21 @@ _GIVEN = "the names are those of {}, by the given map"
 
 
 def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped: bool, note: str) -> OneNaming:
+    """Views in the names of the first recording. Padding, which only one of them has, is left out of both."""
+    padded = [entry for entry in param_map.entries if entry.pads]
+    if padded:
+        own = ParamMap(tuple(entry.trimming(first.manifest.params[entry.name].shape) for entry in padded))
+        same = {(module, use): ((module, use), None) for module, use in _activations_of(first)}
+        first = mapped(first, own, first.manifest, same)
+        param_map = ParamMap(tuple(entry.unpadded() for entry in param_map.entries))
+        note = f"{note}; padding of {_listed([entry.name for entry in padded])} is not compared"
     view: Recording = mapped(second, param_map, first.manifest, match_activations(first, second, param_map))
     return OneNaming(view, first, note) if swapped else OneNaming(first, view, note)
+
+
+def _activations_of(recording: Recording) -> set[Of]:
+    steps = range(recording.num_steps)
+    return {(module, use) for step in steps for _, module, use in recording.activations(step)}
 
 
 def _listed(names: Sequence[str]) -> str:

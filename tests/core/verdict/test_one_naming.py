@@ -1,5 +1,6 @@
 """Recordings with different names: compared by a map, or by one that is derived from their values."""
 
+import numpy as np
 import pytest
 
 from crossframe.errors import MappingError, RecordingError
@@ -67,6 +68,26 @@ def test_other_initial_values_need_a_map(tmp_path):
     found = compare(a, b)
     assert found.verdict is Verdict.INCOMPARABLE and "crossframe map" in found.reason and "--map" in found.reason
     assert compare(a, b, param_map=MAP).first_divergence.phase == "parameters"
+
+
+def test_a_wrong_initial_value_is_located(tmp_path):
+    found = compare(*pair(tmp_path, other=synthetic.only("parameters", "block.w", lambda array: array[::-1])))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and (where.phase, where.parameter) == ("parameters", "block.w")
+    assert "3 parameters with other names" in found.notes[0] and "1 by their place" in found.notes[0]
+    assert "block.w" in found.notes[0]
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["a padded", "b padded"])
+def test_padding_is_not_compared(tmp_path, side):
+    def padded(name, array):
+        return np.pad(array, ((0, 2), (0, 0)), constant_values=3.0) if name == "embed" else array
+
+    a, b = pair(tmp_path, params=padded, framework="torch")
+    found = compare(*((b, a) if side == 0 else (a, b)))
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert ("padding of" in found.notes[0]) == (side == 0)
+    assert any(each.name == "output of block" or each.name == "output of layer" for each in found.judged)
 
 
 def test_a_map_that_does_not_fit_is_refused(tmp_path):

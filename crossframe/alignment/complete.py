@@ -1,0 +1,99 @@
+"""Completes an alignment by structure, for models of which some parameters have wrong values.
+
+A derived map is checked on all values, so it lacks the parameters whose values differ. To compare two runs these are
+needed too: a parameter corresponds as its counterparts in other layers do, or to the only one that is left.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from crossframe.alignment.align import Alignment
+from crossframe.errors import MappingError
+from crossframe.param_map import MapEntry, ParamMap
+
+Arrays = Mapping[str, np.ndarray]
+_INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\]/])")
+"""The index of a layer: a part of a name, or in a pattern that of a slice."""
+
+
+def complete(found: Alignment, first: Arrays, second: Arrays) -> tuple[ParamMap, tuple[str, ...]]:
+    """The map with further entries, and the names of these.
+
+    Args:
+        first, second: the values that were aligned.
+    """
+    entries = {entry.name: entry for entry in found.param_map.entries}
+    added: list[str] = []
+    for name in first:
+        if name not in entries and (entry := _as_in_other_layers(name, entries, first, second)) is not None:
+            entries[name] = entry
+            added.append(name)
+    owned = {path for entry in entries.values() for path in entry.paths}
+    names, paths = [name for name in first if name not in entries], [path for path in second if path not in owned]
+    if len(names) == len(paths) == 1 and (entry := _alone(names[0], paths[0], entries, first, second)) is not None:
+        entries[names[0]] = entry
+        added.append(names[0])
+    return ParamMap(tuple(entries[name] for name in first if name in entries)), tuple(added)
+
+
+def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:
+    """The entry of a parameter after those of the same parameter in other layers; None if there are none, or several ways."""
+    kind, own = _kind(name), _INDEX.findall(name)
+    selected = {(path, entry.pattern) for entry in entries.values() if entry.selects for path in entry.paths}
+    owned = {path for entry in entries.values() if not entry.selects for path in entry.paths}
+    possible: dict[MapEntry, None] = {}
+    for other in entries.values():
+        if _kind(other.name) != kind or not own:
+            continue
+        moved = list(zip(_INDEX.findall(other.name), own, strict=True))
+        by_index = dict(moved)
+        if any(by_index[old] != new for old, new in moved):
+            continue
+
+        def shifted(text: str, by_index: dict[str, str] = by_index) -> str:
+            return _INDEX.sub(lambda index: by_index.get(index[0], index[0]), text)
+
+        paths = tuple(map(shifted, other.paths))
+        pattern = None if other.pattern is None else shifted(other.pattern)
+        entry = replace(other, name=name, path=paths if isinstance(other.path, tuple) else paths[0], pattern=pattern)
+        is_free = not any((path, pattern) in selected if entry.selects else path in owned for path in paths)
+        if is_free and _fits(entry, first, second):
+            possible[entry] = None
+    return next(iter(possible)) if len(possible) == 1 else None
+
+
+def _alone(name: str, path: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:
+    """The entry of the only parameter that is left, with the pattern that most parameters of its shapes have."""
+    shapes = first[name].shape, second[path].shape
+    alike = [
+        entry.pattern
+        for entry in entries.values()
+        if len(entry.paths) == 1 and (first[entry.name].ndim, second[entry.paths[0]].ndim) == tuple(map(len, shapes))
+    ]
+    for pattern in sorted(dict.fromkeys([*alike, None]), key=alike.count, reverse=True):
+        entry = MapEntry(name, path, pattern)
+        if not entry.selects and not entry.pads and _fits(entry, first, second):
+            return entry
+    return None
+
+
+def _fits(entry: MapEntry, first: Arrays, second: Arrays) -> bool:
+    """Whether all paths exist, and have the shape of the parameter."""
+    if not second.keys() >= set(entry.paths):
+        return False
+    try:
+        return entry.canonical_shape(*(second[path].shape for path in entry.paths)) == first[entry.name].shape
+    except MappingError:
+        return False
+
+
+def _kind(name: str) -> str:
+    """The name without the indices of layers.
+
+    >>> _kind("h.11.attn.q.weight")
+    'h.*.attn.q.weight'
+    """
+    return _INDEX.sub("*", name)
