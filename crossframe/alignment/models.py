@@ -1,13 +1,17 @@
-"""The parameters of a stored model: in safetensors files, or in a recording with the gradients of its first step."""
+"""The parameters of a stored model: a checkpoint, safetensors files, or a recording with the gradients of its first step."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from crossframe.alignment.align import Arrays
+from crossframe.checkpoint import INDEX, MODEL, read
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError
+from crossframe.layout import Sharding
+from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.shapes.stored import STORED_DTYPES, SUFFIX, is_recording
@@ -17,10 +21,26 @@ def read_model(path: Path) -> tuple[Arrays, Arrays]:
     """(initial values, gradients of the first step) by name. There are gradients in dense recordings alone.
 
     Raises:
+        CheckpointError: a damaged checkpoint.
         RecordingError: a damaged recording, or one without the values of parameters.
-        UsageError: neither a recording nor safetensors files with floating tensors.
+        UsageError: no recording, no checkpoint, and no safetensors files with floating tensors.
     """
-    return read_recorded(Recording.open(path, partial=True)) if is_recording(path) else (_safetensors(path), {})
+    if is_recording(path):
+        return read_recorded(Recording.open(path, partial=True))
+    return (_checkpoint(path) if (path / INDEX).is_file() else _safetensors(path)), {}
+
+
+def _checkpoint(path: Path) -> Arrays:
+    saved = read(path)
+    whole = Sharding(tuple((name, layout.over(1)) for name, layout in saved.sections[MODEL].units), MeshSpec(1))
+    shapes = {spec.name: spec.shape for _, layout in whole.units for spec in layout.params}
+    return {
+        piece.name: line[piece.shard_start : piece.shard_start + math.prod(shapes[piece.name])].reshape(
+            shapes[piece.name]
+        )
+        for (_, layout), line in zip(whole.units, saved.lines(MODEL, whole, 0), strict=True)
+        for piece in layout.pieces(0)
+    }
 
 
 def _safetensors(path: Path) -> Arrays:
@@ -35,7 +55,9 @@ def _safetensors(path: Path) -> Arrays:
             if dtype := STORED_DTYPES.get(fields["dtype"]):
                 found[name] = np.frombuffer(fields["data"], numpy_dtype(dtype)).reshape(fields["shape"])
     if not found:
-        raise UsageError(f"{path}: expected a recording, or safetensors files with floating tensors; there is neither")
+        raise UsageError(
+            f"{path}: expected a recording, a checkpoint, or safetensors files with floating tensors; there is none"
+        )
     return found
 
 

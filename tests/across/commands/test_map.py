@@ -7,10 +7,12 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from crossframe.checkpoint import finish
 from crossframe.cli.commands import app
 from crossframe.errors import MappingError
+from crossframe.layout import PerParamLayout
 from crossframe.param_map import ParamMap
-from tests.core.helpers import synthetic
+from tests.core.helpers import checkpoints, synthetic
 from tests.core.helpers.translated import translate
 
 
@@ -71,6 +73,16 @@ def test_recordings_with_other_names_are_compared_with_a_map_or_without(tmp_path
     (tmp_path / "map.json").write_text('[["embed", "nothing", null]]')
     status, text = run(*both, "--map", tmp_path / "map.json", command="compare")
     assert status == 2 and "'nothing'" in text
+
+
+@pytest.mark.parametrize("kind", ["flat", PerParamLayout], ids=["flat", "per_param"])
+def test_a_sharded_checkpoint_is_aligned_with_a_file(tmp_path, kind):
+    sharding = checkpoints.made(kind, 3)
+    finish(tmp_path / "checkpoint", checkpoints.written(tmp_path / "checkpoint", sharding), {"model": sharding})
+    weight, bias = np.arange(15.0).reshape(5, 3), 20 + np.arange(7.0)
+    save_file({"dense.kernel": np.ascontiguousarray(weight.T), "dense.bias": bias}, tmp_path / "b.safetensors")
+    status, text = run(tmp_path / "checkpoint", tmp_path / "b.safetensors")
+    assert status == 0 and "w = dense.kernel  a b -> b a" in text and "b = dense.bias" in text
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.mesh import MeshSpec
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording import Batch, Recording
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.dims import Order
@@ -47,6 +48,28 @@ def test_a_hand_written_loop_is_rounding_away_from_one_device_on_any_mesh(tmp_pa
     assert settings["recorded"] == ["batch", "gradient norm", "gradients", "optimizer state"]
     assert settings["losses"] == "mean"
     assert found.recorded_steps() == (0, 2, 4) and found.activations(0) == []
+
+
+def test_stacked_layers_are_recorded_one_by_one_in_canonical_names(tmp_path):
+    params = wide({"h": {"w": np.arange(24.0).reshape(2, 3, 4)}, "v": np.arange(1.0, 7.0)})
+    entries = [MapEntry(f"h.{i}.w", "h.w", f"[{i}/2] i o -> o i") for i in range(2)]
+    portions = ParamMap((*entries, MapEntry("v", "v", "v[0:5/6] -> v")))
+    optimizer = optax.adam(1e-2)
+    opt_state = optimizer.update(params, optimizer.init(params), params)[1]
+    for number in (0, 1):
+        with Recorder(tmp_path, params, param_map=portions, perturbed_run=number) as recorder:
+            initial = jax.tree.map(np.asarray, recorder.params)
+            recorder.step(loss=1.0, params=params, grads=params, opt_state=opt_state, batch={"x": np.ones(2)})
+    run = Recording.open(tmp_path)
+    for i in range(2):
+        assert np.array_equal(run.full("parameters", 0, f"h.{i}.w"), params["h"]["w"][i].T)
+        assert np.array_equal(run.full("state", 0, f"h.{i}.w", use="exp_avg"), opt_state[0].mu["h"]["w"][i].T)
+        assert run.count(0, f"h.{i}.w") == 1.0
+    assert run.full("reduce", 0, "v").tolist() == [1, 2, 3, 4, 5]
+    # A perturbed run leaves the padding as it was.
+    assert initial["v"][5] == 6.0 and (initial["h"]["w"] != params["h"]["w"]).mean() > 0.5
+    found = run.perturbed_runs()[0].full("parameters", 0, "h.1.w")
+    assert np.array_equal(found, initial["h"]["w"][1].T)
 
 
 @pytest.mark.exhaustive
