@@ -212,18 +212,22 @@ def map_models(
     first: Annotated[
         Path,
         typer.Argument(
-            help="The model with canonical names: a safetensors file or folder, or a recording.", show_default=False
+            help="The model with canonical names: a safetensors file or folder, a checkpoint, or a recording.",
+            show_default=False,
         ),
     ],
     second: Annotated[Path, typer.Argument(help="The other model, with the same initial values.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option(help="File for the map (ParamMap.load reads it). Default: none")
+        Path | None, typer.Option(help="File for the map, for compare --map and ParamMap.load. Default: none")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find which parameter of one model is which of another, from equal initial values: names, dims and grouping may differ.
 
-    Parameters whose values are all equal, such as zeros, are told apart by the gradients of two recordings.
+    Layers may be stacked in one array, projections joined, a vocabulary padded. Parameters whose values are all equal, such as
+    zeros, are told apart by the gradients of two recordings, or by their modules. Every entry is checked on all values.
+
+    Exit status: 0 all parameters are decided, 1 some are not; they are listed with what would decide them.
     """
     from crossframe.alignment import align
     from crossframe.alignment.models import read_model

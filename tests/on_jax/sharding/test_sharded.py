@@ -131,6 +131,17 @@ def test_a_map_that_does_not_fit_is_refused():
     )
 
 
+@pytest.mark.parametrize("layout", ["flat", "per_param"])
+def test_parameters_joined_within_each_head_are_sharded(layout):
+    rng = np.random.default_rng(0)
+    params = wide({part: rng.normal(size=(6, 2, 4)) for part in "qkv"})
+    joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), "i h w=4 -> (h + w) i"),))
+    sharded = shard(params, mesh_of_size(2), param_map=joined, layout=layout)
+    ((_, bucket),) = [(bucket.name, bucket) for bucket in sharded.tree.buckets]
+    assert bucket.layout.params[0].shape == (24, 6)
+    jax.tree.map(np.testing.assert_array_equal, unshard(sharded), params)
+
+
 def test_a_map_of_portions_is_refused():
     layers = ParamMap(tuple(MapEntry(f"h.{i}.w", "h.w", f"[{i}/2] i o -> o i") for i in range(2)))
     refused(MappingError, r"'h.0.w', 'h.1.w'\] are portions", wide({"h": {"w": np.ones((2, 3, 4))}}), param_map=layers)
