@@ -82,10 +82,19 @@ def record(
         ),
     ] = 0,
     every: Annotated[int, typer.Option(help="Record the tensors of every so many steps.")] = 100,
-    dense: Annotated[int, typer.Option(help="Record this many steps in full, from the first.")] = 2,
+    dense: Annotated[
+        int | None,
+        typer.Option(help="Record this many steps in full, from the first. Default: 2, or 16 with --forward"),
+    ] = None,
     window: Annotated[
         list[str] | None, typer.Option(help="Record further steps in full, for instance 500:510. May be repeated.")
     ] = None,
+    forward: Annotated[
+        bool,
+        typer.Option(
+            "--forward", help="Record each call of a torch model, with gradients or without. Nothing is trained."
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     top_up: Annotated[
         bool, typer.Option("--top-up", help="Keep the recording, and record only the perturbed runs that it lacks.")
@@ -105,6 +114,7 @@ def record(
             every=every,
             dense=dense,
             windows=tuple(window_of(each) for each in window or ()),
+            forward=forward,
             overwrite=overwrite,
             top_up=top_up,
             console=console,

@@ -29,7 +29,7 @@ from crossframe.param_map import ParamMap
 from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD
-from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
+from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD, TRAIN
 from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROCESSES, PROGRAM, SOURCE
 from crossframe.verdict import compare
@@ -240,7 +240,9 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
-        recorder = {"directory": str(output), "windows": [], "overwrite": True}
+        recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
+        if FORWARD_OPTION in options:
+            recorder["forward_only"] = True
         return script_command(framework, stated[2], arguments, recorder, int(options[at]) if at else None)
     if shlex.join(stated).startswith(TRAIN):
         return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]

@@ -15,11 +15,12 @@ from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND, RECORD
+from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
 
 _MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
+DENSE, DENSE_FORWARD = 2, 16
 MAX_PROCESSES = 1024
 MAX_STEPS = 10**9
 
@@ -33,8 +34,9 @@ def record_script(
     nproc_per_node: int | None,
     perturbed_runs: int,
     every: int,
-    dense: int,
+    dense: int | None = None,
     windows: Sequence[tuple[int, int]],
+    forward: bool = False,
     overwrite: bool,
     top_up: bool = False,
     console: Console,
@@ -45,7 +47,9 @@ def record_script(
         output: where the recording goes. None: runs/ and the script's name.
         framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
+        dense: number of steps that are dense, from the first. None: DENSE, or DENSE_FORWARD with `forward`.
         windows: (start, stop) of further steps that are dense.
+        forward: record calls of the model, with gradients or without, instead of training.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
@@ -65,6 +69,12 @@ def record_script(
             "record: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its devices "
             "(on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
         )
+    if framework == "jax" and forward:
+        raise UsageError(
+            "record: --forward follows calls of torch's modules; a script of JAX is recorded while it trains"
+        )
+    if dense is None:
+        dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (
         ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
         ("every", every, 1, MAX_STEPS),
@@ -82,6 +92,8 @@ def record_script(
     command = [*RECORD.split(), str(script)]
     if stated is not None:
         command += ["--framework", stated]
+    if forward:
+        command.append(FORWARD_OPTION)
     if nproc_per_node is not None:
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
@@ -97,7 +109,7 @@ def record_script(
             "perturbed_run": perturbed_run,
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
-        }
+        } | ({"forward_only": True} if forward else {})
         status, _ = run(script_command(framework, script, arguments, options, nproc_per_node))
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)

@@ -14,12 +14,16 @@ COMMAND = "command"
 RECORD, TRAIN = "crossframe record", "python -m experiments train"
 """The commands that record a script of a user, and a model of this repository. Each takes --output, --overwrite and
 --perturbed-runs."""
+FORWARD_OPTION = "--forward"
+"""The option of RECORD that records calls of a model instead of training."""
 PER_RANK = "per_rank_statistics"
 """Names of modules whose output for a sample depends on the other samples of the rank, as that of batch norm in training."""
 GROUPS = "param_groups"
 """A list of parameter groups whose optimizer settings differ from the others: {"params": [names], "lr": ..., ...}."""
 LOSSES, MEAN = "losses", "mean"
 """The kind of loss that the loop recorded: MEAN if each rank recorded the mean over ranks."""
+FORWARD_ONLY = "forward_only"
+"""Whether each step is one call of the model, whose loss is the root mean square of its output: nothing is trained."""
 
 MOST_MICROBATCHES = 1 << 16
 _LARGEST = 1 << 53  # an int that is exact as a float
@@ -63,6 +67,7 @@ _KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {
     "reduce_dtype": _DTYPE,
     COMMAND: ("a command line", _is_text),
     LOSSES: ("a name", _is_text),
+    FORWARD_ONLY: ("true or false", lambda value: isinstance(value, bool)),
     PER_RANK: ("a list of names", lambda value: _are(value, _is_text)),
     GROUPS: ("a list of groups of parameters", lambda value: _are(value, _is_group)),
     PROGRAM: ("an object of names, numbers and flags", lambda value: _is_program(value)),

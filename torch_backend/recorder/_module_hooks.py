@@ -41,6 +41,9 @@ class Sink:
     def unsharded(self, unit: str, name: str, value: Tensor) -> None:
         """A parameter as forward sees it."""
 
+    def ends(self, output: Any) -> None:
+        """A forward that is watched has ended."""
+
 
 class _Engine(Observer):
     """Keeps what our engine tells of one step."""
@@ -93,13 +96,16 @@ _NUM_STATES = 32
 class Watch:
     """The hooks on one model.
 
+    Args:
+        every_call: whether forwards without gradients are watched too, each as a step of its own.
+
     Attributes:
         is_dense: whether the step is.
         microbatches: how many forwards the step has seen.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool = False) -> None:
+        self._sink, self._every_call = sink, every_call
         self._view: ModelView | None = None
         self._inside, self._trains_in = False, True
         self._handles: list[Any] = []
@@ -264,14 +270,14 @@ class Watch:
         return add
 
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+        if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
         if self._view is None:
             self._sink.begins()
             self._trains_in = model.training
         self._withdraw()
         # In the other mode: an evaluation, which forgot no_grad, unless backward follows.
-        is_other = model.training != self._trains_in
+        is_other = model.training != self._trains_in and not self._every_call
         if is_other and self._awaits_backward:
             return
         if is_other:
@@ -307,10 +313,12 @@ class Watch:
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
-            self._inside = False
+            was_inside, self._inside = self._inside, False
             outputs = [each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came]
             self._given += [StorageWeakRef(each.untyped_storage()) for each in outputs]
             self._states.extend(each.detach().clone() for each in outputs if (each.shape, each.dtype) in self._shapes)
+            if was_inside:
+                self._sink.ends(output)
 
     def _is_carried(self, tensor: Tensor) -> bool:
         """Whether the model returned this input earlier, so that it is the state of a recurrent model and no sample. The script

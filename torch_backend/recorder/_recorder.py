@@ -15,11 +15,13 @@ from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording.known_settings import FORWARD_ONLY
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder._manifest import created, manifest_of, move
+from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import ModelView, view_of
 from torch_backend.recorder._module_hooks import Sink, Watch, quietly
 from torch_backend.recorder._module_tree import without_fabric
@@ -76,6 +78,8 @@ class Recorder(Sink, Listener):
         perturbed_run: number of the perturbed run (`crossframe.recording.perturbed_runs`), or 0 for the original run. A
             perturbed run starts one unit in the last place away and rounds differently. Its recording is a folder inside the
             original run's recording. None: the environment variable CROSSFRAME_PERTURBED_RUN, else 0.
+        forward_only: record each call of the model as a step, with gradients or without; `step` is not called. The loss of a
+            call is the root mean square of the first floating tensor that the model returns.
         overwrite: replace an existing recording.
         name: name of the model. None: that of its class.
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
@@ -100,6 +104,7 @@ class Recorder(Sink, Listener):
         detail: str = "auto",
         steps: int | None = None,
         perturbed_run: int | None = None,
+        forward_only: bool = False,
         overwrite: bool = False,
         name: str | None = None,
         seed: int | None = None,
@@ -127,8 +132,9 @@ class Recorder(Sink, Listener):
             "name": name,
             "seed": seed,
             "perturbed_run": self._perturbed_run,
-            "settings": settings or {},
+            "settings": ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
         }
+        self._forward_only = forward_only
         self._request, self._trace = Request.from_environment(), None
         if self._request is not None:
             # A second run that only traces operators of one step; its other records are not used.
@@ -156,9 +162,10 @@ class Recorder(Sink, Listener):
         self._rates: dict[int, list[Tensor | float]] = {}
 
     def __enter__(self) -> Self:
-        self._watch = Watch(self._model, self)
+        self._watch = Watch(self._model, self, every_call=self._forward_only)
         self._stack.callback(self._watch.close)
-        self._stack.enter_context(overheard(self, self._model))
+        if not self._forward_only:
+            self._stack.enter_context(overheard(self, self._model))
         if self._request is not None:
             self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
         if self._perturbed_run:
@@ -174,9 +181,8 @@ class Recorder(Sink, Listener):
         self._stack.close()
         if self._keeper is None:
             if kind is None:
-                raise RecordingError(
-                    "Recorder: no step was recorded: the model never ran in here with gradients enabled"
-                )
+                enabled = "" if self._forward_only else " with gradients enabled"
+                raise RecordingError(f"Recorder: no step was recorded: the model never ran in here{enabled}")
             return
         if kind is None:
             self._write_waiting()
@@ -202,13 +208,22 @@ class Recorder(Sink, Listener):
             grad_norm: the gradient norm before clipping, if the loop computes it. None: that of clip_grad_norm_, if called.
 
         Raises:
-            UsageError: no forward or backward ran, and the corresponding argument is missing.
+            UsageError: no forward or backward ran, and the corresponding argument is missing; a Recorder of forward only.
         """
+        if self._forward_only:
+            raise UsageError(
+                "Recorder.step: with forward_only each call of the model is a step; leave the call of step out"
+            )
+        self._end_step(loss, batch, sample_ids, grad_norm)
+
+    def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
             keeper, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
             arguments.rates = [rate for rates in self._rates.values() for rate in rates]
             records = keeper.writer.records(self._step)
-            if records:
+            if records and self._forward_only:
+                keeper.writer.collectives(self._step, self._watch.events())
+            elif records:
                 self._keep_grads()
                 norm = self._norm if grad_norm is None else grad_norm
                 keeper.after_step(self._step, self._optimizers, norm, self._watch, self._loss_scale)
@@ -253,6 +268,16 @@ class Recorder(Sink, Listener):
 
     def unsharded(self, unit: str, name: str, value: Tensor) -> None:
         self._begun().unsharded(self._step, unit, name, value)
+
+    def ends(self, output: Any) -> None:
+        if not self._forward_only:
+            return
+        found = next((each for each in tensors_in(output) if each.is_floating_point()), None)
+        if found is None:
+            raise UsageError("Recorder: forward_only: expected a model that returns a floating tensor, got none")
+        with quietly():
+            size = full(found.detach()).to(torch.float64).square().mean().sqrt()
+        self._end_step(size)
 
     def backward(self, loss: Tensor) -> None:
         with quietly():

@@ -3,6 +3,8 @@
 The model is the first module that is called outside of other modules with gradients enabled and has all parameters of an
 optimizer; the recording begins there. A step ends when every optimizer of the model has stepped, and its loss is the tensor on
 which backward was called. A script with an optimizer of other parameters is rejected; it can use a `Recorder` instead.
+
+With `forward_only` the model is the first module with parameters that is called outside of other modules; each call is a step.
 """
 
 import sys
@@ -36,6 +38,7 @@ class ScriptRecorder:
 
     def __init__(self, directory: str | Path, **options: Any) -> None:
         self._directory, self._options = directory, options
+        self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
         self._depth = 0
         self._recorder: Recorder | None = None
@@ -50,8 +53,9 @@ class ScriptRecorder:
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
         with ExitStack() as stack:
-            stack.enter_context(replaced(Optimizer, "__init__", self._noting))
-            stack.callback(register_optimizer_step_post_hook(self._steps).remove)
+            if not self._forward_only:
+                stack.enter_context(replaced(Optimizer, "__init__", self._noting))
+                stack.callback(register_optimizer_step_post_hook(self._steps).remove)
             stack.enter_context(self._until_found)
             # Calls are looked at only until the model is found: after that they cost nothing.
             self._until_found.enter_context(replaced(nn.Module, "__call__", self._looking))
@@ -63,12 +67,14 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
-        if self._recorder is not None and (self._num_steps or error is not None):
+        if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
             self._recorder.__exit__(type(error) if error else None, error, None)
         elif error is None:
             raise UsageError(self._why_nothing())
 
     def _why_nothing(self) -> str:
+        if self._forward_only:
+            return "no module of torch with parameters was called in this process"
         if self._num_strange_steps:
             return (
                 "an optimizer stepped, but no module that the script calls by itself has all of its parameters; put what is "
@@ -93,7 +99,8 @@ class ScriptRecorder:
 
     def _looking(self, own: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder is None and not self._depth and torch.is_grad_enabled() and not in_backward():
+            trains = torch.is_grad_enabled() and not in_backward()
+            if self._recorder is None and not self._depth and (trains or self._forward_only):
                 self._consider(module)
             self._depth += 1
             try:
@@ -104,11 +111,11 @@ class ScriptRecorder:
         return call
 
     def _consider(self, module: nn.Module) -> None:
-        """Start recording this module if it has all parameters of an optimizer."""
+        """Start recording this module if it has all parameters of an optimizer, or any where nothing is trained."""
         own = {id(param) for param in module.parameters()}
         held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
         mine = [optimizer for optimizer in held if own >= _params_of(optimizer)]
-        if not mine:
+        if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
         only = mine[0] if len(mine) == 1 else None

@@ -7,7 +7,7 @@ from typing import Any
 from crossframe.quoting import quote
 from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.recording.known_settings import GROUPS, PER_RANK
+from crossframe.recording.known_settings import FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
@@ -191,6 +191,9 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
                     f"in {label} {quote(found)} normalises over the samples of its own rank, so the result depends on the world "
                     "size; compare at equal world sizes"
                 )
+    alone = [bool(r.manifest.settings.get(FORWARD_ONLY)) for r in (a, b)]
+    if alone[0] != alone[1]:
+        yield f"{first if alone[0] else second} has forward alone, and {second if alone[0] else first} is of training"
     if min(a.num_steps, b.num_steps) == 0:
         yield f"{first if a.num_steps == 0 else second} has no complete step"
     if a.manifest.world_size != b.manifest.world_size:

@@ -1,8 +1,12 @@
 """What `crossframe record SCRIPT` says at once of options and scripts that it cannot use."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from crossframe.cli.entry import run
+from crossframe.cli.explain import command_of
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.recording import Recording
 from tests.on_jax.helpers.scripts import EAGER
@@ -38,6 +42,8 @@ def test_options_of_torch_are_refused_for_scripts_of_jax_before_they_run(capsys,
     assert "--nproc-per-node starts processes of torch" in said and not ran.exists()
     said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--framework", "numpy")
     assert "expected torch or jax, got 'numpy'" in said and not ran.exists()
+    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--forward")
+    assert "--forward follows calls of torch's modules" in said and not ran.exists()
 
 
 def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
@@ -50,6 +56,12 @@ def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
     found = Recording.open(output)
     assert found.manifest.framework == "jax" and found.num_steps == 3
     assert found.manifest.settings["command"].endswith("train.py --framework jax --every 2 --dense 1")
+
+
+def test_a_recording_of_forward_alone_is_repeated_as_one():
+    stated = ["crossframe", "record", "eval.py", "--forward", "--every", "100", "--dense", "16", "--", "1"]
+    command = command_of(stated, Path("out"), 1, "torch")
+    assert command[-2:] == ["eval.py", "1"] and json.loads(command[-3])["forward_only"] is True
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,13 @@ def test_a_loop_that_fails_leaves_no_end(tmp_path):
     assert Recording.open(tmp_path, partial=True).num_steps == 1
 
 
+class Counts(nn.Linear):
+    """A model that returns integers."""
+
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
 def test_what_cannot_be_recorded_is_refused_with_what_to_do(tmp_path):
     model = Net()
     with pytest.raises(UsageError, match="expected a module"):
@@ -448,6 +455,17 @@ def test_what_cannot_be_recorded_is_refused_with_what_to_do(tmp_path):
         recorder.step()
     with pytest.raises(UsageError, match="no forward"), Recorder(tmp_path / "c", model=model) as recorder:
         recorder.step(loss=1.0)
+    with (
+        pytest.raises(UsageError, match="each call of the model is a step"),
+        Recorder(tmp_path / "e", model=model, forward_only=True) as recorder,
+    ):
+        recorder.step()
+    counts = Counts(2, 2)
+    with (
+        pytest.raises(UsageError, match="a model that returns a floating tensor"),
+        Recorder(tmp_path / "f", model=counts, forward_only=True),
+    ):
+        counts(torch.zeros(2, 2))
     with (
         pytest.raises(UsageError, match="no module is called 'layers'"),
         Recorder(tmp_path / "d", model=model, units=["layers"]) as recorder,

@@ -6,6 +6,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from torch import nn
@@ -60,6 +61,17 @@ for x in tokens:
         optimizer.step()
 """
 TWO_MODELS = "pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (net(), net())]" + LOOP
+DECODING = """
+model = net().eval()
+if "--scaled" in sys.argv:
+    model[2].register_forward_hook(lambda module, args, output: output * 1.001)
+def decode(x):
+    for _ in range(3):
+        x = torch.cat([x, model(x)[:, -1:].argmax(-1)], 1)
+    return x
+with torch.inference_mode():
+    decoded = decode(tokens[0])
+"""
 TWO_OPTIMIZERS = """
 model = net()
 halves = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:2], model[2])]
@@ -165,6 +177,37 @@ def test_fabric_changes_no_names(run, tmp_path):
     assert compare(plain, fabric).verdict is Verdict.EQUAL
 
 
+def test_forward_alone_is_recorded_call_by_call(run, tmp_path):
+    for name, arguments in (("a", ()), ("b", ()), ("c", ("--scaled",))):
+        assert run(DECODING, *arguments, directory=str(tmp_path / name), forward_only=True, dense=3) == 0
+    a, b, c = (Recording.open(tmp_path / name) for name in "abc")
+    assert a.num_steps == 3 and [len(a.batch(step, 0).inputs) for step in range(3)] == [1, 1, 1]
+    outputs = [a.activation(step, 0, 0, "", "output") for step in range(3)]
+    assert [output.shape for output in outputs] == [(4, 6 + i, 11) for i in range(3)]
+    np.testing.assert_allclose(a.losses()[:, 0], [np.sqrt(np.mean(output**2)) for output in outputs], rtol=1e-14)
+    assert not any(a.has("reduce", 0, name) or a.has("update", 0, name) for name in a.manifest.params)
+    assert compare(a, b).verdict is Verdict.EQUAL
+    found = compare(a, c)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.module) == (0, "2")
+
+
+def test_forward_alone_is_not_compared_with_training(run, tmp_path):
+    assert run(DECODING, forward_only=True) == 0
+    assert run(PLAIN, directory=str(tmp_path / "trained")) == 0
+    found = compare(Recording.open(tmp_path / "out"), Recording.open(tmp_path / "trained"))
+    assert found.verdict is Verdict.INCOMPARABLE and "out has forward alone" in found.reason
+
+
+def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
+    for number in (0, 1):
+        assert run(DECODING, forward_only=True, perturbed_run=number) == 0
+    found = Recording.open(tmp_path / "out")
+    pair = [each.activation(0, 0, 0, "", "output") for each in (found, *found.perturbed_runs())]
+    assert not np.array_equal(*pair)
+    np.testing.assert_allclose(*pair, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -176,6 +219,11 @@ def test_fabric_changes_no_names(run, tmp_path):
 def test_what_is_not_recorded_says_why(run, text, said, capsys):
     assert run(text) == NOT_RECORDED
     assert said in capsys.readouterr().err
+
+
+def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
+    assert run("print('hello')", forward_only=True) == NOT_RECORDED
+    assert "no module of torch with parameters was called" in capsys.readouterr().err
 
 
 def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
