@@ -8,7 +8,8 @@ they are. So a recording does not depend on how a replica is divided, and is com
 Gathering is collective: all model ranks record the same tensors in the same order.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,17 @@ class ModelRanks:
         axis: the mesh axis along which they lie; of several, their names joined by ", ".
     """
 
-    def __init__(self, replica: int, shard: int, params: Iterable[Tensor]) -> None:
-        """Find those with this rank's place on the data-parallel mesh. All ranks call it."""
-        by_place: dict[tuple[int, int], list[int]] = {}
-        for rank, place in enumerate(Communicator(default_process_group()).gather_objects((replica, shard))):
-            by_place.setdefault(place, []).append(rank)
+    def __init__(self, replica: int, shard: int, params: Mapping[str, Tensor]) -> None:
+        """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it."""
+        names = hashlib.sha256("\n".join(sorted(params)).encode()).hexdigest()
+        place = (replica, shard, names)
+        by_place: dict[tuple[int, int, str], list[int]] = {}
+        for rank, each in enumerate(Communicator(default_process_group()).gather_objects(place)):
+            by_place.setdefault(each, []).append(rank)
         group, _ = dist.new_subgroups_by_enumeration(list(by_place.values()))
         assert isinstance(group, dist.ProcessGroup)
         self.group, self._ranks = group, Communicator(group)
-        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        meshes = {param.device_mesh for param in params.values() if isinstance(param, DTensor)}
         self.axis = ", ".join(sorted({name for mesh in meshes for name in self._axes_of(mesh)}))
         # The dim on which ranks hold parts of an activation, by its shape on the first one.
         self._dims: dict[tuple[int, ...], int] = {}

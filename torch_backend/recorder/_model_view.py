@@ -20,6 +20,7 @@ from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._model_ranks import ModelRanks, full
+from torch_backend.recorder._pipeline import Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
@@ -75,6 +76,7 @@ class ModelView:
         entries: on whose entry the parameters of which units can be read in full.
         compute_dtype: in which it computes.
         left_out: names of parameters that are not recorded, since the engine leaves them alone.
+        pipeline: the stages of which this model is one; None: it is whole.
     """
 
     engine: Engine
@@ -87,6 +89,7 @@ class ModelView:
     entries: dict[nn.Module, tuple[str, ...]]
     compute_dtype: str
     left_out: tuple[str, ...]
+    pipeline: Pipeline | None = None
 
     @property
     def numel(self) -> int:
@@ -99,8 +102,8 @@ class ModelView:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that join the ranks: of the shards, of the replicas, and of the model ranks."""
-        return self.engine.groups
+        """The process groups that join the ranks: of the shards, of the replicas, of the model ranks, and of the stages."""
+        return self.engine.groups if self.pipeline is None else (*self.engine.groups, self.pipeline.group)
 
     @property
     def model_ranks(self) -> ModelRanks | None:
@@ -110,6 +113,11 @@ class ModelView:
     @property
     def writes(self) -> bool:
         """Whether this rank writes the recording of its place on the mesh."""
+        return self.speaks and (self.pipeline is None or self.pipeline.is_first)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of its model ranks that writes, or sends to the first stage."""
         return self.model_ranks is None or self.model_ranks.is_first
 
     @property
@@ -118,11 +126,12 @@ class ModelView:
         return self.engine.strategy
 
 
-def view_of(model: nn.Module, units: Any = None) -> ModelView:
+def view_of(model: nn.Module, units: Any = None, pipeline: Pipeline | None = None) -> ModelView:
     """Look at a model while its shards are registered: outside of forward and backward.
 
     Args:
         units: of a model that nothing shards (`torch_backend.recorder._module_tree.choose_units`).
+        pipeline: the stages of which the model is one.
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
@@ -136,13 +145,17 @@ def view_of(model: nn.Module, units: Any = None) -> ModelView:
     elif found := [place for place in places if module_tree.is_torch_fsdp2(place.module)]:
         engine = torch_fsdp2(model, found)
     else:
-        return _view(model, places, unsharded(model, module_tree.choose_units(model, units)))
+        replicas = None if pipeline is None else pipeline.replicas
+        engine = unsharded(model, module_tree.choose_units(model, units), replicas)
+        return _view(model, places, engine, pipeline)
     if units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
-    return _view(model, places, engine)
+    return _view(model, places, engine, pipeline)
 
 
-def _view(model: nn.Module, places: Sequence[module_tree.NamedModule], engine: Engine) -> ModelView:
+def _view(
+    model: nn.Module, places: Sequence[module_tree.NamedModule], engine: Engine, pipeline: Pipeline | None
+) -> ModelView:
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")
@@ -181,6 +194,7 @@ def _view(model: nn.Module, places: Sequence[module_tree.NamedModule], engine: E
         entries,
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
         tuple(canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
+        pipeline,
     )
 
 

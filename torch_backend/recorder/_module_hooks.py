@@ -24,6 +24,7 @@ from torch_backend.modules._inputs import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import named_modules
+from torch_backend.recorder._pipeline import infers_shapes
 
 
 class Sink:
@@ -271,6 +272,8 @@ class Watch:
 
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
+            return
+        if self._view is not None and self._view.pipeline is not None and infers_shapes():
             return
         if self._view is None:
             self._sink.begins()

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UsageError
@@ -27,6 +28,7 @@ from torch_backend.recorder._module_hooks import Sink, Watch, quietly
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
+from torch_backend.recorder._pipeline import Pipeline, StageWriter, replay
 from torch_backend.recorder._tensor_writing import Keeper
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
@@ -83,6 +85,8 @@ class Recorder(Sink, Listener):
         overwrite: replace an existing recording.
         name: name of the model. None: that of its class.
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
+        pipeline: the process group of a pipeline of which `model` is this rank's stage (`torch.distributed.pipelining`), with the
+            names of the whole model. Pass the optimizer too, and to `step` on the last stage the loss of the whole step.
         manifest: the manifest of an existing recording into which this rank writes; replaces the arguments from `units` on.
 
     Raises:
@@ -109,6 +113,7 @@ class Recorder(Sink, Listener):
         name: str | None = None,
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        pipeline: dist.ProcessGroup | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -117,6 +122,12 @@ class Recorder(Sink, Listener):
             raise UsageError(f"Recorder: expected an optimizer of torch, got {type(optimizer).__name__}")
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
+        if pipeline is not None and not isinstance(pipeline, dist.ProcessGroup):
+            raise UsageError(
+                f"Recorder: pipeline: expected the process group of the stages, got {type(pipeline).__name__}; for instance "
+                "mesh['pp'].get_group()"
+            )
+        self._group_of_stages, self._pipeline = pipeline, None
         self._model = without_fabric(model)
         self._units, self._overwrite, self._manifest = units, overwrite, manifest
         self._perturbed_run = perturbed_run_number(perturbed_run)
@@ -168,11 +179,15 @@ class Recorder(Sink, Listener):
             self._stack.enter_context(overheard(self, self._model))
         if self._request is not None:
             self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
+        if self._group_of_stages is not None:
+            self._pipeline = Pipeline(self._group_of_stages)
         if self._perturbed_run:
-            self._view = view_of(self._model, self._units)
+            self._view = view_of(self._model, self._units, self._pipeline)
             with quietly():
                 move(self._view, self._perturbed_run)
             self._stack.enter_context(OtherRounding(self._perturbed_run))
+        if self._pipeline is not None:  # in forward, the stages wait for one another
+            self.begins()
         return self
 
     def __exit__(
@@ -315,14 +330,16 @@ class Recorder(Sink, Listener):
     def _begun(self) -> Keeper:
         """The keeper, which starts the recording on first use."""
         if self._keeper is None:
-            self._view = view = self._view or view_of(self._model, self._units)
+            self._view = view = self._view or view_of(self._model, self._units, self._pipeline)
             manifest = self._manifest
+            described = view if self._pipeline is None else replace(view, units=self._pipeline.units(view.units))
             if manifest is None:
-                manifest = manifest_of(view, self._model, self._optimizers, **self._options)
+                manifest = manifest_of(described, self._model, self._optimizers, **self._options)
                 manifest = created(self._path, manifest, view, overwrite=self._overwrite)
-            elif manifest.units != view.units or manifest.mesh != view.mesh:
+            elif manifest.units != described.units or manifest.mesh != view.mesh:
                 raise UsageError("the layouts that the manifest has are not those of the model")
-            writer = (RecordingWriter if view.writes else SilentWriter)(self._path, manifest, view.rank)
+            kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
+            writer = kind(self._path, manifest, view.rank)
             self._keeper = Keeper(view, writer)
             self._keeper.initial()
             self._begin_step()
@@ -358,6 +375,8 @@ class Recorder(Sink, Listener):
         return self._view is not None and any(not held.param.is_cpu for held in self._view.held)
 
     def _step_arguments(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _StepArguments:
+        if self._pipeline is not None:
+            return self._stage_arguments(self._pipeline, loss, batch, sample_ids)
         losses = self._losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
         if not losses:
             raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
@@ -370,18 +389,48 @@ class Recorder(Sink, Listener):
             raise UsageError("Recorder.step: no forward with tensors was seen in this step; pass batch=")
         return _StepArguments(losses, microbatches, None, sample_ids)
 
+    def _stage_arguments(
+        self, pipeline: Pipeline, loss: Any, batch: Any, sample_ids: Sequence[int] | None
+    ) -> _StepArguments:
+        """The batch of the first stage, and the loss of the last one."""
+        losses: list[Tensor | float] = []
+        if pipeline.is_last:
+            if loss is None:
+                raise UsageError(
+                    "Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step"
+                )
+            losses = [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
+        if not pipeline.is_first:
+            return _StepArguments(losses, [])
+        if isinstance(batch, str):
+            return _StepArguments(losses, self._microbatches, batch, sample_ids)
+        microbatches = self._microbatches if batch is None else [list(tensors_in(batch))]
+        if not any(microbatches):
+            raise UsageError(
+                "Recorder.step: no forward with tensors was seen on the first stage in this step; pass batch="
+            )
+        return _StepArguments(losses, microbatches, None, sample_ids)
+
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
         first = self._step + 1 - len(self._waiting)
-        assert self._keeper is not None
+        assert self._keeper is not None and self._view is not None
         for step, arguments in enumerate(self._waiting, first):
-            writer = self._keeper.writer
+            writer, loss = self._keeper.writer, sum(float(loss) for loss in arguments.loss)
+            if self._pipeline is not None and self._view.speaks:
+                calls = writer.taken() if isinstance(writer, StageWriter) else ()
+                loss, later = self._pipeline.gather(loss if self._pipeline.is_last else 0.0, calls)
+                if self._pipeline.is_first:
+                    replay(writer, step, later)
+            if self._pipeline is not None and not self._pipeline.is_first:
+                writer.end_step(step)
+                continue
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
             digest = arguments.digest or digest_of([array for some in arrays for array in some])
             ids = arguments.sample_ids
             if ids is None:
                 ids = [i for some in arrays for i in row_ids(some)]
             writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays))
-            writer.loss(step, sum(float(loss) for loss in arguments.loss))
+            writer.loss(step, loss)
             writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._waiting = []

@@ -281,7 +281,7 @@ def _divided(
         layout = PerParamLayout(_specs(params, members, dtype), shard[1], (0,) * len(members))
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    model_ranks = ModelRanks(replica[0], shard[0], [param for param, _, _ in params.values()])
+    model_ranks = ModelRanks(replica[0], shard[0], {name: param for name, (param, _, _) in params.items()})
     groups = (shards, replicas, model_ranks.group)
     return Engine(
         name,
@@ -296,14 +296,18 @@ def _divided(
     )
 
 
-def unsharded(model: nn.Module, unit_names: set[str]) -> Engine:
-    """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank."""
+def unsharded(model: nn.Module, unit_names: set[str], replicas: dist.ProcessGroup | None = None) -> Engine:
+    """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank.
+
+    Args:
+        replicas: the ranks that have this model, unless DistributedDataParallel states them; None: all.
+    """
     params = _registrations(model)
     if any(isinstance(param, DTensor) for param, _, _ in params.values()):
         return _tensor_parallel(model, params, unit_names)
     group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
     if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+        group = replicas or dist.group.WORLD
     buckets = []
     for (modules, dtype), members in _by_unit(params, [(name,) for name in unit_names]).items():
         layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)

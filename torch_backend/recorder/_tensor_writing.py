@@ -62,6 +62,9 @@ class Keeper:
 
     def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         """Record the input or output of a module, and the operator that computed it."""
+        pipeline = self._view.pipeline
+        if pipeline is not None and not module and not pipeline.is_of_model(use):
+            return
         if (ranks := self._view.model_ranks) is not None:
             gathered = ranks.whole(value, self._modules.get(module))
             if gathered is None:
@@ -86,7 +89,7 @@ class Keeper:
             loss_scale: the divisor of local gradients.
         """
         writer = self.writer
-        if writer.is_dense(step):
+        if writer.is_dense(step) and self._view.pipeline is None:
             for unit, grads in watch.local_grads().items():
                 if loss_scale != 1.0:
                     grads = {name: grad / loss_scale for name, grad in grads.items()}

@@ -1,4 +1,4 @@
-"""Tensor, sequence and expert parallelism, alone and under fully_shard, recorded and held against one device."""
+"""Tensor, sequence, expert and pipeline parallelism, recorded and held against one device."""
 
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
@@ -262,3 +263,82 @@ def test_experts_that_lie_on_several_data_parallel_ranks_are_recorded_as_on_one_
     assert found.verdict is Verdict.BUG and where is not None and found.diagnosis is not None, found
     assert where.phase == REDUCE and where.parameter in ("experts.up", "experts.down")
     assert found.diagnosis.signature == "constant_factor"
+
+
+class Staged(Net):
+    """A stage has the layers of the whole model that are its own."""
+
+    def __init__(self, stage: int | None) -> None:
+        super().__init__()
+        if stage == 0:
+            self.norm = self.head = None
+            del self.blocks[1]
+        elif stage == 1:
+            self.embed = None
+            self.blocks[0] = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_stages(rank: int, world_size: int, kind: str, directory: str, *, damped: bool = False) -> None:
+    """Two microbatches a step, of a whole model or of two stages, each on one rank or sharded over two."""
+    num_data = 1 if kind == "one" else world_size // 2
+    data_rank, stage = (0, None) if kind == "one" else (rank % num_data, rank // num_data)
+    torch.manual_seed(0)
+    model: Any = Staged(stage).double()
+    group = schedule = None
+    if stage is not None:
+        mesh = init_device_mesh("cpu", (2, num_data), mesh_dim_names=("pp", "dp"))
+        group = mesh["pp"].get_group()
+        if kind == "ours":
+            for block in model.blocks:
+                if isinstance(block, Block):
+                    ours.fully_shard(block, mesh=mesh["dp"])
+            ours.fully_shard(model, mesh=mesh["dp"])
+        schedule = Schedule1F1B(PipelineStage(model, stage, 2, torch.device("cpu"), group=group), 2, loss_fn=loss_of)
+    if damped and stage == 1:
+        model.norm.register_forward_hook(lambda module, args, output: output * 0.999)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options: dict[str, Any] = {"name": "net", "every": 1, "dense": 1, "pipeline": group}
+    if kind != "ours":
+        options["units"] = Block
+    with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
+        for step in range(2):
+            samples = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+            own = samples.chunk(num_data)[data_rank]
+            losses: list[Tensor] = []
+            if schedule is None:
+                for part in own.chunk(2):
+                    losses.append(loss_of(model(part[:, :-1]), part[:, 1:]))
+                    (losses[-1] / 2).backward()
+            elif stage == 0:
+                schedule.step(own[:, :-1])
+            else:
+                schedule.step(target=own[:, 1:], losses=losses)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=sum(losses).detach() / 2 if losses else None)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 2), ("ours", 4)])
+def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path, kind, num_ranks):
+    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
+    ranks.run(1, train_stages, "one", directories["one"])
+    ranks.run(num_ranks, train_stages, kind, directories["right"])
+    ranks.run(num_ranks, partial(train_stages, damped=True), kind, directories["wrong"])
+    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+    found = compare(one, right)
+    assert found.verdict in FINE, found
+    assert set(right.manifest.params) == set(one.manifest.params)
+    assert set(right.activations(0)) == set(one.activations(0))
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.module == "norm"
