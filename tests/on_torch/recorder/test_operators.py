@@ -209,6 +209,7 @@ def test_explain_makes_both_runs_again(tmp_path, capsys, monkeypatch):
         (tmp_path / "a", tmp_path / "b"),
         folder=None,
         timeout=300,
+        param_map=None,
         svg=tmp_path / "operators.svg",
         as_json=False,
         console=Console(width=200),
