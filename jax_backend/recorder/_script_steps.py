@@ -159,9 +159,9 @@ class Steps:
                 for interior in _interiors(tap, parts, values, grid, update.about[0]):
                     self.recorder.add_interior(interior)
         state = _state(update.values["state"])
-        # Gradients of one call have its batch, each or together.
-        calls = {id(batch): parts for (_, batch), parts in zip(gradients, microbatches, strict=True)}
-        batches = list(batches_of(grid, [part for parts in calls.values() for part in parts]).values())
+        # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
+        each = {tuple(map(id, part)): part for parts in microbatches for part in parts}
+        batches = list(batches_of(grid, list(each.values())).values())
         self.recorder.step(
             loss=loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss),
             params=params,

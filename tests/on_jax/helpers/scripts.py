@@ -222,6 +222,13 @@ result = params
 """
 )
 
+CUT_INSIDE = SCANNED.replace(
+    "def step(params, opt_state, microbatches):",
+    "def step(params, opt_state, batch):\n"
+    "    microbatches = {name: part.reshape(2, 4, *part.shape[1:]) for name, part in batch.items()}",
+).replace("opt_state, microbatches)\nresult", "opt_state, batch)\nresult")
+"""The same, but jit gets the whole batch."""
+
 _MESH = """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -296,6 +303,7 @@ RECORDED = {
     "eager": EAGER,
     "accumulated": ACCUMULATED,
     "scanned": SCANNED,
+    "cut_inside": CUT_INSIDE,
     "sharded": SHARDED,
     "mapped": MAPPED,
     "per_sample": PER_SAMPLE,

@@ -37,7 +37,7 @@ STATED = {
 OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip")
 # optax.MultiSteps accumulates in float32.
 PRECISION = {"accumulated": np.finfo(np.float32).eps}
-LONG = ("mapped", "scanned", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
+LONG = ("mapped", "scanned", "cut_inside", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
 
 
 @pytest.fixture
