@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,7 @@ from jax_backend.recorder._taps import (
 from jax_backend.tree import path_name
 
 _jit, _value_and_grad, _scan = jax.jit, jax.value_and_grad, jax.lax.scan
-_shard_map, _named_call = jax.shard_map, jax.named_call
+_shard_map, _pmap, _named_call = jax.shard_map, jax.pmap, jax.named_call
 _apply_updates = optax.apply_updates
 _inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
 _DONATED = ("donate_argnums", "donate_argnames")
@@ -62,6 +63,16 @@ class Session(Protocol):
 
     def replaced(self, tree: Any) -> Any:
         """The arguments of a call, with other initial parameters in a perturbed run."""
+
+    def follows(self, jitted: "Jitted", args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a jitted function takes gradients or updates parameters."""
+        ...
+
+    def compiled(self) -> None:
+        """Such a function is called that was compiled ahead of time."""
+
+    def mapped(self) -> None:
+        """A function of `jax.pmap` has been called."""
 
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""
@@ -144,11 +155,35 @@ class Jitted:
         collector.add(unpacked(packed, (args, kwargs), result))
         return result
 
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """See `jax.jit`."""
+        lowered = self._plain.lower(*args, **kwargs)
+        if isinstance(collector := current(), Root) and collector.session.follows(self, args, kwargs):
+            return _AheadOfTime(lowered, collector.session)
+        return lowered
+
     def __get__(self, owner: Any, _: Any = None) -> Any:
-        return self if owner is None else functools.partial(self, owner)
+        return self if owner is None else types.MethodType(self, owner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+
+class _AheadOfTime:
+    """A lowered or compiled function, which may be examined but not called."""
+
+    def __init__(self, stage: Any, session: Session) -> None:
+        self._stage, self._session = stage, session
+
+    def compile(self, *args: Any, **kwargs: Any) -> "_AheadOfTime":
+        """See `jax.stages.Lowered`."""
+        return _AheadOfTime(self._stage.compile(*args, **kwargs), self._session)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._session.compiled()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
 
 def jit(fun: Any = None, /, **options: Any) -> Any:
@@ -329,6 +364,22 @@ def shard_map(f: Any = None, /, **options: Any) -> Any:
     return call
 
 
+def pmap(fun: Any = None, *args: Any, **options: Any) -> Any:
+    """`jax.pmap`, in which nothing is followed."""
+    if fun is None:
+        return functools.partial(pmap, *args, **options)
+    real = _pmap(fun, *args, **options)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if isinstance(collector := current(), Root):
+            collector.session.mapped()
+        return result
+
+    return call
+
+
 def named_call(fun: Any, *, name: str | None = None) -> Any:
     """`jax.named_call`."""
     return functools.wraps(fun)(module_call(_named_call(fun, name=name), name or fun.__name__))
@@ -462,6 +513,7 @@ class Patches:
             ("value_and_grad", value_and_grad),
             ("grad", grad),
             ("shard_map", shard_map),
+            ("pmap", pmap),
             ("named_call", named_call),
         ):
             replace(jax, name, value)

@@ -27,6 +27,7 @@ from crossframe.recording import Schedule
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
 from crossframe.scripts import run_script
 from jax_backend.recorder._arrays import placed_like
+from jax_backend.recorder._environment import settings_of_script
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._patches import Gradient, Jitted, Patches, Root
@@ -87,7 +88,7 @@ class ScriptRecorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
-        with self._patches, collecting(Root(self)):
+        with settings_of_script(), self._patches, collecting(Root(self)):
             yield
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -108,9 +109,8 @@ class ScriptRecorder:
             return self._about_hidden()
         what = "an optimizer of optax never updated parameters with" if self._num_gradients else "jax.jit did not see"
         return (
-            f"nothing was trained that can be followed: {what} gradients of jax.grad or jax.value_and_grad. Functions compiled "
-            "ahead of time (lower and compile), jax.pmap, and processes that the script starts by itself are not followed; "
-            f"{USE_RECORDER}"
+            f"nothing was trained that can be followed: {what} gradients of jax.grad or jax.value_and_grad. Processes that "
+            f"the script starts by itself are not followed; {USE_RECORDER}"
         )
 
     def _about_hidden(self) -> str:
@@ -192,6 +192,22 @@ class ScriptRecorder:
     def replaced(self, tree: Any) -> Any:
         """A pytree with the initial parameters of this run."""
         return jax.tree.map(self._now, tree) if self._moved else tree
+
+    def follows(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a jitted function takes gradients or updates parameters."""
+        return bool(self._plan(jitted, args, kwargs).kinds)
+
+    def compiled(self) -> None:
+        """Refuse a step that was compiled ahead of time."""
+        raise UsageError(
+            "a function that takes gradients or updates parameters was compiled ahead of time (lower and compile), and what it "
+            f"computes cannot be seen; let the script call the jitted function, or {USE_RECORDER}"
+        )
+
+    def mapped(self) -> None:
+        """Refuse an optimizer inside jax.pmap."""
+        if self._hidden:
+            raise UsageError(self._about_hidden())
 
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""

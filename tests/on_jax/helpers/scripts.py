@@ -357,6 +357,7 @@ def step(params, batch):
     grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
     return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
 params = step(jax.tree.map(lambda leaf: leaf[None], params), jax.tree.map(lambda leaf: leaf[None], batches[0]))
+raise AssertionError("refused too late")
 """
 )
 _NOT_ADDED = (
@@ -379,6 +380,20 @@ updates, _ = tx.update(backward(jnp.ones(()))[0], tx.init(params))
 params = optax.apply_updates(params, updates)
 """
 )
+_AHEAD_OF_TIME = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+@jax.jit
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+compiled = step.lower(params, batches[0]).compile()
+compiled.cost_analysis()
+for batch in batches:
+    params = compiled(params, batch)
+"""
+)
 _NOTHING = FUNCTIONS + "loss_fn(params, batches[0]['image'], batches[0]['label'])\n"
 
 REFUSED = {
@@ -388,6 +403,7 @@ REFUSED = {
     "in_pmap": (_IN_PMAP, "inside jax.pmap"),
     "not_added": (_NOT_ADDED, "not added to the parameters by optax.apply_updates"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
+    "ahead_of_time": (_AHEAD_OF_TIME, "was compiled ahead of time"),
     "nothing": (_NOTHING, "nothing was trained"),
 }
 """Scripts that cannot be recorded, with a part of what is said of them."""

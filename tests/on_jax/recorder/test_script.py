@@ -13,7 +13,7 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from jax_backend.recorder import script
-from tests.on_jax.helpers.scripts import EAGER, MAPPED, RECORDED, REFUSED, SHARDED, TWO_CALLS
+from tests.on_jax.helpers.scripts import EAGER, HEAD, MAPPED, RECORDED, REFUSED, SHARDED, TWO_CALLS
 
 OF_NNX = {"", "layers.0", "norm", "layers.1"}
 MODULES = {
@@ -151,3 +151,19 @@ def test_jax_is_as_before_after_a_recording(run):
     assert run(EAGER, every=9)[0] == 0
     assert own == (jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.shard_map)
     assert "FAULT" in os.environ
+
+
+def test_settings_in_the_environment_count_when_the_script_imports_jax(run, monkeypatch):
+    """As they do without the recorder, which has imported JAX before the script."""
+    monkeypatch.delenv("JAX_NUMPY_RANK_PROMOTION", raising=False)
+    was = jax.config.jax_numpy_rank_promotion, jax.config.jax_debug_nans
+    setting = "import os\nos.environ['JAX_NUMPY_RANK_PROMOTION'] = 'warn'\nos.environ['JAX_DEBUG_NANS'] = 'true'\n"
+    late = "\nos.environ['JAX_DEBUG_INFS'] = '1'\nsettings = [jax.config.jax_numpy_rank_promotion, jax.config.jax_debug_nans]\n"
+    try:
+        _, variables = run(setting + HEAD + late + "settings.append(jax.config.jax_debug_infs)")
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", was[0])
+        jax.config.update("jax_debug_nans", was[1])
+        for name in ("JAX_NUMPY_RANK_PROMOTION", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS"):
+            monkeypatch.delenv(name, raising=False)
+    assert variables["settings"] == ["warn", True, False]
