@@ -1,4 +1,4 @@
-"""The research commands: parity, train, grid, faults, clean-pairs, kernels, untouched, spec, bench, teach.
+"""The research commands: parity, train, grid, faults, clean-pairs, kernels, untouched, foreign, spec, bench, teach.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -13,6 +13,7 @@ from crossframe.cli.compare import answer
 from crossframe.cli.console import TRACEBACK, console, errors, exit_on_error
 from crossframe.errors import UsageError
 from crossframe.recording.recorded_steps import window_of
+from experiments.cli import foreign as foreign_cli
 from experiments.cli import kernels as kernels_cli
 from experiments.cli import teach as teach_cli
 from experiments.cli import untouched as untouched_cli
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 add_commands(app)
 untouched_cli.add_commands(app)
+foreign_cli.add_commands(app)
 kernels_cli.add_commands(app)
 teach_cli.add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]

@@ -132,12 +132,22 @@ def _compare(recordings: Recordings, case: Case, report: Path) -> dict[str, Any]
     log = report.with_suffix(".log")
     given = ["compare", str(first[0]), str(second[0]), "--output", str(report)]
     status, text = forked.call([(forked.command, recordings.command, given, log, TIMEOUT)], log, TIMEOUT)
+    return said_in(report, status, text, first[0].parent)
+
+
+def said_in(report: Path, status: int, text: str, folder: Path) -> dict[str, Any]:
+    """The verdict in the folder of a report, with the command's exit status; "failed" where there is none.
+
+    Args:
+        text: what the command printed.
+        folder: that of the recordings. The commands that a reason quotes have no path of this machine.
+    """
     found = report / "report.json"
     if not found.is_file():
         return {"verdict": "failed", "reason": text, "exit_status": status}
     report_text = found.read_text()
-    for folder in (_CODE, first[0].parent):  # the commands that a reason quotes have no path of this machine
-        report_text = report_text.replace(f"{folder}/", "")
+    for each in (_CODE, folder):
+        report_text = report_text.replace(f"{each}/", "")
     return json.loads(report_text)["pairs"][0] | {"exit_status": status}
 
 

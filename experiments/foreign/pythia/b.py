@@ -1,0 +1,37 @@
+"""Pythia of litgpt in torch: queries, keys and values of all heads in turn in one matrix. Fault: a sequential residual."""
+
+import torch
+from litgpt import GPT, Config
+from litgpt.scripts.convert_hf_checkpoint import copy_weights_gpt_neox
+
+from experiments.foreign.shared import cross_entropy, load_converted, options, tokens_of, train_torch
+
+given = options()
+config = Config(
+    name="pythia-tiny",
+    block_size=16,
+    vocab_size=48,
+    padded_vocab_size=48,
+    n_layer=2,
+    n_head=4,
+    n_embd=32,
+    intermediate_size=64,
+    rotary_percentage=0.5,
+    parallel_residual=not given.fault,
+)
+model = GPT(config)
+
+
+def convert(arrays):
+    """By litgpt's own converter."""
+    found = {}
+    copy_weights_gpt_neox(config, found, {name: torch.from_numpy(array) for name, array in arrays.items()})
+    return {name: value.numpy() for name, value in found.items()}
+
+
+load_converted(given, model, convert)
+train_torch(
+    model,
+    lambda step: {"tokens": tokens_of(step, 4, 13, vocabulary=48)},
+    lambda model, batch: cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]),
+)
