@@ -73,7 +73,7 @@ def read_recorded(recording: Recording) -> tuple[Arrays, Arrays]:
     if sketched := [name for name in names if recording.is_sketched(PARAMETERS, 0, name)]:
         raise RecordingError(
             f"{path}: expected the elements of parameters, but {sketched[0]!r} was recorded as a sketch, as those of models with "
-            "more than a million parameters are; record with Recorder(..., detail='full'), or align the two checkpoints"
+            "more than a million parameters are; record in full (--detail full, or detail='full'), or align checkpoints"
         )
     values = {name: recording.full(PARAMETERS, 0, name) for name in names}
     gradients = {

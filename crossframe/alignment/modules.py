@@ -2,9 +2,9 @@
 
 Modules that enclose the same parameters are one module, whatever their values: a fault does not hide them. Modules without
 parameters are matched by the values of their inputs and outputs, in the order of computation; those after a fault, whose values
-differ, by what was matched in other layers, or by their place between modules that are matched. Single inputs and outputs whose
-values agree are matched last, for instance that of a projection with the inputs of the three that it joins. Dims may be
-transposed, joined or split. The order of dims is that under which the values agree; without one, that of other activations of
+differ, by equal names, by what was matched in other layers, or by their place between modules that are matched. Single inputs and
+outputs whose values agree are matched last, for instance that of a projection with the inputs of the three that it joins. Dims
+may be transposed, joined or split. Their order is that under which the values agree; without one, that of other activations of
 the same shapes.
 """
 
@@ -103,6 +103,7 @@ class _Matcher:
     def match(self) -> Activations:
         self._by_parameters()
         self._by_values()
+        self._by_names()
         self._by_other_layers()
         self._by_place()
         return self._activations()
@@ -172,6 +173,11 @@ class _Matcher:
         if np.linalg.norm(a.sorted - b.sorted) > self._near * a.norm:
             return False
         return self._nearest(ours, theirs) is not None
+
+    def _by_names(self) -> None:
+        """Match modules with equal names."""
+        modules, others = self._open()
+        self._pairs |= {name: name for name in modules if name in others and self._alike(name, name)}
 
     def _by_other_layers(self) -> None:
         """Match modules as in other layers: by the same names below two matched modules."""

@@ -95,6 +95,12 @@ def record(
             "--forward", help="Record each call of a torch model, with gradients or without. Nothing is trained."
         ),
     ] = False,
+    detail: Annotated[
+        str,
+        typer.Option(
+            help="full: all elements; sketch: 2 KB for each tensor; auto: sketch for a model of more than a million parameters."
+        ),
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     top_up: Annotated[
         bool, typer.Option("--top-up", help="Keep the recording, and record only the perturbed runs that it lacks.")
@@ -115,6 +121,7 @@ def record(
             dense=dense,
             windows=tuple(window_of(each) for each in window or ()),
             forward=forward,
+            detail=detail,
             overwrite=overwrite,
             top_up=top_up,
             console=console,

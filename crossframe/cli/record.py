@@ -21,6 +21,7 @@ from crossframe.recording.recorded_steps import window_arguments
 
 _MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 DENSE, DENSE_FORWARD = 2, 16
+_DETAILS = ("full", "sketch", "auto")
 MAX_PROCESSES = 1024
 MAX_STEPS = 10**9
 
@@ -37,6 +38,7 @@ def record_script(
     dense: int | None = None,
     windows: Sequence[tuple[int, int]],
     forward: bool = False,
+    detail: str = "auto",
     overwrite: bool,
     top_up: bool = False,
     console: Console,
@@ -50,6 +52,7 @@ def record_script(
         dense: number of steps that are dense, from the first. None: DENSE, or DENSE_FORWARD with `forward`.
         windows: (start, stop) of further steps that are dense.
         forward: record calls of the model, with gradients or without, instead of training.
+        detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
 
@@ -82,6 +85,8 @@ def record_script(
     ):
         if value is not None:
             check_size(name, value, least, most)
+    if detail not in _DETAILS:
+        raise UsageError(f"record: --detail: expected {', '.join(_DETAILS[:-1])} or {_DETAILS[-1]}, got {detail!r}")
     check_perturbed_runs(perturbed_runs)
     directory = output or Path("runs", script.stem)
     there = (directory / MANIFEST_NAME).exists()
@@ -98,6 +103,8 @@ def record_script(
         command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
+    if detail != "auto":
+        command += ["--detail", detail]
     command_text = shlex.join(command + (["--", *arguments] if arguments else []))
     first = _missing(directory, command_text, perturbed_runs) if top_up else 0
     for perturbed_run in range(first, perturbed_runs + 1):
@@ -106,6 +113,7 @@ def record_script(
             "every": every,
             "dense": dense,
             "windows": windows,
+            "detail": detail,
             "perturbed_run": perturbed_run,
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},

@@ -241,15 +241,20 @@ def mapped(recording: Recording, param_map: ParamMap, like: Manifest, activation
             f"{recording.directory}: the map has paths that are no parameters of this recording: {unknown[:4]}; expected names "
             f"such as {list(params)[:4]}"
         )
-    others = [name for name in params if name not in param_map.by_path]
-    complete = ParamMap((*param_map.entries, *identity_map(others).entries))
+    whole = with_identities(param_map, params)
     manifest = replace(
         recording.manifest,
-        param_map=complete,
-        units=tuple(_units(recording.manifest, complete, like)),
-        settings=_settings(recording.manifest.settings, complete, activations),
+        param_map=whole,
+        units=tuple(_units(recording.manifest, whole, like)),
+        settings=_settings(recording.manifest.settings, whole, activations),
     )
-    return MappedRecording(recording, manifest, complete, activations)
+    return MappedRecording(recording, manifest, whole, activations)
+
+
+def with_identities(param_map: ParamMap, paths: Iterable[str]) -> ParamMap:
+    """The map, in which those of these paths that it lacks keep their names."""
+    others = [path for path in paths if path not in param_map.by_path]
+    return ParamMap((*param_map.entries, *identity_map(others).entries))
 
 
 def _kept(manifest: Manifest, param_map: ParamMap) -> frozenset[str]:
@@ -319,5 +324,5 @@ def _names_in(paths: Collection[str], param_map: ParamMap) -> list[str]:
 def _sketched(recording: Recording, name: str) -> RecordingError:
     return RecordingError(
         f"{recording.directory}: {name!r} was recorded as a sketch, which depends on the parameter's name; record again in full "
-        "(detail='full'), or with the map (Recorder(..., param_map=ParamMap.load(...)))"
+        "(--detail full, or detail='full'), or with the map (Recorder(..., param_map=ParamMap.load(...)))"
     )

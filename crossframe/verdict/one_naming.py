@@ -5,7 +5,7 @@ the initial values of both recordings (`crossframe.alignment`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from crossframe.alignment import align, complete, match_activations
@@ -14,7 +14,7 @@ from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
-from crossframe.recording.mapped import MappedRecording, Of, mapped
+from crossframe.recording.mapped import MappedRecording, Of, mapped, with_identities
 from crossframe.verdict.measure.comparable import labels
 
 _MOST = 3
@@ -42,43 +42,62 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
     """Views of two recordings whose parameters and modules have the same names.
 
     Args:
-        param_map: names of one recording, and as paths the names of the other one; None: if the recordings share fewer than half
-            of their names, the map is derived from the initial values.
+        param_map: names of one recording, and as paths the names of the other one; None: the map of the parameters that the
+            recordings do not share by name is derived from the initial values. If they share fewer than half of their names, it
+            is derived for all.
 
     Raises:
         MappingError: the map does not fit the recordings.
     """
     if param_map is not None:
         return _by_map(a, b, param_map)
-    ours, theirs = a.manifest.params, b.manifest.params
-    if 2 * len(ours.keys() & theirs.keys()) >= min(len(ours), len(theirs)):
+    ours, theirs = a.manifest.params.keys(), b.manifest.params.keys()
+    if ours <= theirs or theirs <= ours:
         return OneNaming(a, b)
+    shared = ours & theirs
+    are_few = 2 * len(shared) < min(len(ours), len(theirs))
     swapped = a.manifest.framework != "torch" == b.manifest.framework
     first, second = (b, a) if swapped else (a, b)
+    problem, derived = "", None
     try:
-        (values, gradients), (other_values, other_gradients) = read_recorded(first), read_recorded(second)
+        derived = _derived(first, second, frozenset() if are_few else shared)
+    except MappingError as error:
+        problem = str(error)
     except RecordingError as error:
-        return OneNaming(a, b, problem=f"the parameters have different names; {_HELP}: {quote_error(error)}")
+        problem = f"the parameters have different names; {_HELP}: {quote_error(error)}"
+    if derived is None:
+        return OneNaming(a, b, problem=problem if are_few else "")
+    return _viewed(first, second, derived[0], swapped=swapped, note=derived[1])
+
+
+def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[ParamMap, str]:
+    """The map of the parameters that are not shared by name, and how they were matched, as a sentence.
+
+    Raises:
+        MappingError: not all of them are decided.
+        RecordingError: a recording without values.
+    """
+    sides = [
+        [{name: array for name, array in arrays.items() if name not in shared} for arrays in read_recorded(recording)]
+        for recording in (first, second)
+    ]
+    (values, gradients), (other_values, other_gradients) = sides
     found = align(values, other_values, (gradients, other_gradients))
-    param_map, added = complete(found, values, other_values)
-    by_value, all_names = len(found.param_map.entries), len(values)
+    # Without shared names, a few parameters with other values are faults of one model.
+    param_map, added = (found.param_map, ()) if shared else complete(found, values, other_values)
+    num, num_all = len(found.param_map.entries), len(values)
     lacking = [name for name in values if name not in param_map.by_name]
     lacking += [path for path in other_values if path not in param_map.by_path]
-    if lacking or 2 * by_value < all_names:
+    if lacking or 2 * num < num_all:
         open_ones = _listed([", ".join((*each.names, *each.paths)) for each in found.undecided])
-        return OneNaming(
-            a,
-            b,
-            problem=f"the parameters have different names, and their values match {by_value} of {all_names}; undecided are "
-            f"{open_ones}; {_HELP}",
+        raise MappingError(
+            f"the parameters have different names, and their values match {num} of {num_all}; undecided are {open_ones}; {_HELP}"
         )
-    name = labels(first, second)[0]
+    matched = f"{num} parameters with other names were matched by their values"
+    if num == 1:
+        matched = "1 parameter with another name was matched by its values"
     others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
-    note = (
-        f"{by_value} parameters with other names were matched by their values{others}; the names are those of {name}; see "
-        "crossframe map"
-    )
-    return _viewed(first, second, param_map, swapped=swapped, note=note)
+    return param_map, f"{matched}{others}; the names are those of {labels(first, second)[0]}; see crossframe map"
 
 
 _HELP = (
@@ -115,6 +134,7 @@ def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped
         first = mapped(first, own, first.manifest, same)
         param_map = ParamMap(tuple(entry.unpadded() for entry in param_map.entries))
         note = f"{note}; padding of {_listed([entry.name for entry in padded])} is not compared"
+    param_map = with_identities(param_map, second.manifest.params)
     view: Recording = mapped(second, param_map, first.manifest, match_activations(first, second, param_map))
     return OneNaming(view, first, note) if swapped else OneNaming(first, view, note)
 

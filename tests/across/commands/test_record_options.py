@@ -44,6 +44,8 @@ def test_options_of_torch_are_refused_for_scripts_of_jax_before_they_run(capsys,
     assert "expected torch or jax, got 'numpy'" in said and not ran.exists()
     said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--forward")
     assert "--forward follows calls of torch's modules" in said and not ran.exists()
+    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--detail", "whole")
+    assert "expected full, sketch or auto, got 'whole'" in said and not ran.exists()
 
 
 def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
@@ -52,10 +54,12 @@ def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
     script.write_text(f"if False:\n    import torch\n{EAGER}")
     output = tmp_path / "recording"
     arguments = ["record", str(script), "--output", str(output), "--framework", "jax", "--every", "2", "--dense", "1"]
+    arguments += ["--detail", "sketch"]
     assert run(arguments) == 0, capsys.readouterr().err
     found = Recording.open(output)
+    assert found.manifest.detail == "sketch"
     assert found.manifest.framework == "jax" and found.num_steps == 3
-    assert found.manifest.settings["command"].endswith("train.py --framework jax --every 2 --dense 1")
+    assert found.manifest.settings["command"].endswith("train.py --framework jax --every 2 --dense 1 --detail sketch")
 
 
 def test_a_recording_of_forward_alone_is_repeated_as_one():

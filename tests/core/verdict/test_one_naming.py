@@ -5,6 +5,7 @@ import pytest
 
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.one_naming import in_one_naming
 from tests.core.helpers import synthetic
@@ -45,6 +46,23 @@ def test_other_names_and_dims_compare_as_equal(tmp_path, given, world_size):
     assert {each.name for each in compare(b, a, param_map=given).judged if each.phase == "update"} == set(PATHS)
 
 
+def test_a_few_other_names_are_matched_among_themselves(tmp_path):
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(2))
+    few = {name: name for name in synthetic.SHAPES} | {"block.w": "layer.kernel"}
+    b = translate(a, tmp_path / "b", few, params=lambda name, array: array.T if name == "block.w" else array)
+    found = compare(a, b)
+    assert (
+        found.verdict is Verdict.EQUAL and "1 parameter with another name was matched by its values" in found.notes[0]
+    )
+    assert any(each.name == "output of block" for each in found.judged)
+    # If its values differ too, it is another parameter.
+    source = synthetic.record(
+        tmp_path / "c", synthetic.manifest(2), tamper=lambda *args: args[-1] + (args[3] == "block.w")
+    )
+    found = compare(a, translate(source, tmp_path / "d", few))
+    assert found.verdict is Verdict.INCOMPARABLE and "'block.w' is only in torch" in found.reason
+
+
 def test_a_fault_is_located_by_the_names_of_torch(tmp_path):
     fault = synthetic.only("reduce", "block.w", lambda array: array * 1.5, rank=1)
     found = compare(*pair(tmp_path, other=fault))
@@ -61,6 +79,25 @@ def test_an_activation_in_another_order_of_dims_is_compared(tmp_path):
     found = compare(*pair(tmp_path, activations=lambda name, array: array.T[:, :, None]))
     assert found.verdict is Verdict.EQUAL and not any("shape" in note for note in found.notes)
     assert any(each.name == "output of block" for each in found.judged)
+
+
+def test_perturbed_runs_have_the_names_too(tmp_path):
+    made, sides = synthetic.manifest(1, dtype="float32"), []
+    for i, side in enumerate("ab"):
+        for number in range(7):
+            place = perturbed_run_folder(number) if number else "."
+            options = {"tamper": synthetic.jitter(10 * i + number, 1e-6)}
+            if side == "a":
+                run = synthetic.record(tmp_path / "a" / place, made, **options)
+            else:
+                source = synthetic.record(tmp_path / f"source{number}", made, **options)
+                run = translate(source, tmp_path / "b" / place, PATHS, params=transposed, modules=MODULES)
+            sides += [run] if number == 0 else []
+    found = compare(*sides)
+    assert found.verdict is Verdict.ROUNDING and found.envelope_used is not None, found.reason
+    view = in_one_naming(*sides).b
+    assert [each.full("update", 1, "block.w").shape for each in view.perturbed_runs()] == [(5, 3)] * 6
+    assert view.first(1).num_steps == 1 and view.first(1).recorded_steps() == (0,)
 
 
 def test_other_initial_values_need_a_map(tmp_path):
