@@ -30,8 +30,12 @@ class ModelRanks:
         axis: the mesh axis along which they lie; of several, their names joined by ", ".
     """
 
-    def __init__(self, replica: int, shard: int, params: Mapping[str, Tensor]) -> None:
-        """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it."""
+    def __init__(self, replica: int, shard: int, params: Mapping[str, Tensor], axis: str = "") -> None:
+        """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it.
+
+        Args:
+            axis: the name of the axis along which they lie; "": those of meshes of the parameters.
+        """
         names = hashlib.sha256("\n".join(sorted(params)).encode()).hexdigest()
         place = (replica, shard, names)
         by_place: dict[tuple[int, int, str], list[int]] = {}
@@ -41,7 +45,7 @@ class ModelRanks:
         assert isinstance(group, dist.ProcessGroup)
         self.group, self._ranks = group, Communicator(group)
         meshes = {param.device_mesh for param in params.values() if isinstance(param, DTensor)}
-        self.axis = ", ".join(sorted({name for mesh in meshes for name in self._axes_of(mesh)}))
+        self.axis = axis or ", ".join(sorted({name for mesh in meshes for name in self._axes_of(mesh)}))
         # The dim on which ranks hold parts of an activation, by its shape on the first one.
         self._dims: dict[tuple[int, ...], int] = {}
 

@@ -19,12 +19,14 @@ from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
+from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import ModelRanks, full
 from torch_backend.recorder._pipeline import Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
     local_of,
+    of_sequences,
     ours,
     torch_fsdp1,
     torch_fsdp2,
@@ -77,6 +79,7 @@ class ModelView:
         compute_dtype: in which it computes.
         left_out: names of parameters that are not recorded, since the engine leaves them alone.
         pipeline: the stages of which this model is one; None: it is whole.
+        context: the ranks that have parts of this rank's sequences; None: it has whole ones.
     """
 
     engine: Engine
@@ -90,6 +93,7 @@ class ModelView:
     compute_dtype: str
     left_out: tuple[str, ...]
     pipeline: Pipeline | None = None
+    context: Context | None = None
 
     @property
     def numel(self) -> int:
@@ -126,12 +130,15 @@ class ModelView:
         return self.engine.strategy
 
 
-def view_of(model: nn.Module, units: Any = None, pipeline: Pipeline | None = None) -> ModelView:
+def view_of(
+    model: nn.Module, units: Any = None, pipeline: Pipeline | None = None, context: Context | None = None
+) -> ModelView:
     """Look at a model while its shards are registered: outside of forward and backward.
 
     Args:
         units: of a model that nothing shards (`torch_backend.recorder._module_tree.choose_units`).
         pipeline: the stages of which the model is one.
+        context: the ranks that have parts of the same sequences.
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
@@ -147,15 +154,21 @@ def view_of(model: nn.Module, units: Any = None, pipeline: Pipeline | None = Non
     else:
         replicas = None if pipeline is None else pipeline.replicas
         engine = unsharded(model, module_tree.choose_units(model, units), replicas)
-        return _view(model, places, engine, pipeline)
+        return _view(model, places, engine, pipeline, context)
     if units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
-    return _view(model, places, engine, pipeline)
+    return _view(model, places, engine, pipeline, context)
 
 
 def _view(
-    model: nn.Module, places: Sequence[module_tree.NamedModule], engine: Engine, pipeline: Pipeline | None
+    model: nn.Module,
+    places: Sequence[module_tree.NamedModule],
+    engine: Engine,
+    pipeline: Pipeline | None,
+    context: Context | None,
 ) -> ModelView:
+    if context is not None:
+        engine = of_sequences(engine, context)
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")
@@ -195,6 +208,7 @@ def _view(
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
         tuple(canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
         pipeline,
+        context,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crossframe.errors import RecordingError, UsageError
+from crossframe.errors import RecordingError, UnsupportedError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
@@ -21,6 +21,7 @@ from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
+from torch_backend.recorder._context import RANK, Context
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import ModelView, view_of
@@ -87,6 +88,9 @@ class Recorder(Sink, Listener):
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
         pipeline: the process group of a pipeline of which `model` is this rank's stage (`torch.distributed.pipelining`), with the
             names of the whole model. Pass the optimizer too, and to `step` on the last stage the loss of the whole step.
+        context: the process group of ranks that have parts of the same sequences, along dim 1 of batches and activations.
+        context_order: "rank" if the parts are in the order of ranks; "head_tail" if of 2n parts rank i of n has part i and part
+            2n - 1 - i, as for causal attention.
         manifest: the manifest of an existing recording into which this rank writes; replaces the arguments from `units` on.
 
     Raises:
@@ -114,6 +118,8 @@ class Recorder(Sink, Listener):
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
         pipeline: dist.ProcessGroup | None = None,
+        context: dist.ProcessGroup | None = None,
+        context_order: str = RANK,
         manifest: Manifest | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -122,12 +128,16 @@ class Recorder(Sink, Listener):
             raise UsageError(f"Recorder: expected an optimizer of torch, got {type(optimizer).__name__}")
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
-        if pipeline is not None and not isinstance(pipeline, dist.ProcessGroup):
-            raise UsageError(
-                f"Recorder: pipeline: expected the process group of the stages, got {type(pipeline).__name__}; for instance "
-                "mesh['pp'].get_group()"
-            )
-        self._group_of_stages, self._pipeline = pipeline, None
+        for title, group in (("pipeline", pipeline), ("context", context)):
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise UsageError(
+                    f"Recorder: {title}: expected a process group, got {type(group).__name__}; for instance "
+                    "mesh['pp'].get_group()"
+                )
+        if pipeline is not None and context is not None:
+            raise UnsupportedError("Recorder: context parallelism in the stages of a pipeline is not recorded")
+        self._pipeline = None if pipeline is None else Pipeline(pipeline)
+        self._context = None if context is None else Context(context, context_order)
         self._model = without_fabric(model)
         self._units, self._overwrite, self._manifest = units, overwrite, manifest
         self._perturbed_run = perturbed_run_number(perturbed_run)
@@ -179,10 +189,8 @@ class Recorder(Sink, Listener):
             self._stack.enter_context(overheard(self, self._model))
         if self._request is not None:
             self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
-        if self._group_of_stages is not None:
-            self._pipeline = Pipeline(self._group_of_stages)
         if self._perturbed_run:
-            self._view = view_of(self._model, self._units, self._pipeline)
+            self._view = view_of(self._model, self._units, self._pipeline, self._context)
             with quietly():
                 move(self._view, self._perturbed_run)
             self._stack.enter_context(OtherRounding(self._perturbed_run))
@@ -330,7 +338,7 @@ class Recorder(Sink, Listener):
     def _begun(self) -> Keeper:
         """The keeper, which starts the recording on first use."""
         if self._keeper is None:
-            self._view = view = self._view or view_of(self._model, self._units, self._pipeline)
+            self._view = view = self._view or view_of(self._model, self._units, self._pipeline, self._context)
             manifest = self._manifest
             described = view if self._pipeline is None else replace(view, units=self._pipeline.units(view.units))
             if manifest is None:
@@ -426,6 +434,9 @@ class Recorder(Sink, Listener):
                 writer.end_step(step)
                 continue
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
+            if self._context is not None:
+                loss = self._context.mean(loss)
+                arrays = arrays if arguments.digest else self._context.whole_batch(arrays)
             digest = arguments.digest or digest_of([array for some in arrays for array in some])
             ids = arguments.sample_ids
             if ids is None:

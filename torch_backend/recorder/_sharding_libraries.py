@@ -1,7 +1,7 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch_backend.compat._dtypes import dtype_name, name_or_none
 from torch_backend.engine._unit_tree import NamedUnit, named_units
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder import _module_tree as module_tree
+from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import ModelRanks
 
 Registered = tuple[nn.Module, str]
@@ -292,6 +293,38 @@ def _divided(
         buckets,
         reads_all_at_once=reads_all_at_once,
         compute_dtype=compute_dtype,
+        model_ranks=model_ranks,
+    )
+
+
+def of_sequences(engine: Engine, context: Context) -> Engine:
+    """The engine of ranks that have parts of the same sequences, as that of data-parallel ranks with whole ones; see
+    [Note: context ranks]."""
+    if engine.model_ranks is not None:
+        raise UnsupportedError("context parallelism together with tensor or expert parallelism is not recorded")
+    params = {
+        spec.name: param
+        for each in engine.buckets
+        for spec, param in zip(each.layout.params, each.params, strict=False)
+    }
+    if any(each.is_flat for each in engine.buckets) or any(isinstance(param, PieceTensor) for param in params.values()):
+        raise UnsupportedError(
+            "context parallelism is recorded without FSDP and under fully_shard with the layout per_param"
+        )
+    index, size = context.data
+    model_ranks = ModelRanks(0, index, params, "context")
+    buckets = []
+    for each in engine.buckets:
+        layout = PerParamLayout(each.layout.params, size, (0,) * len(each.params))
+        buckets.append(replace(each, layout=layout, ranges=None))
+    return replace(
+        engine,
+        strategy=_strategy(size, 1, keeps=False),
+        replicas=(0, 1),
+        shards=(index, size),
+        groups=(*engine.groups, model_ranks.group),
+        buckets=buckets,
+        names=None,
         model_ranks=model_ranks,
     )
 

@@ -66,7 +66,8 @@ class Keeper:
         if pipeline is not None and not module and not pipeline.is_of_model(use):
             return
         if (ranks := self._view.model_ranks) is not None:
-            gathered = ranks.whole(value, self._modules.get(module))
+            context = self._view.context
+            gathered = ranks.whole(value, self._modules.get(module)) if context is None else context.whole(value)
             if gathered is None:
                 return
             value = gathered
@@ -89,7 +90,7 @@ class Keeper:
             loss_scale: the divisor of local gradients.
         """
         writer = self.writer
-        if writer.is_dense(step) and self._view.pipeline is None:
+        if writer.is_dense(step) and self._view.pipeline is None and self._view.context is None:
             for unit, grads in watch.local_grads().items():
                 if loss_scale != 1.0:
                     grads = {name: grad / loss_scale for name, grad in grads.items()}

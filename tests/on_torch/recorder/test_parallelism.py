@@ -1,4 +1,4 @@
-"""Tensor, sequence, expert and pipeline parallelism, recorded and held against one device."""
+"""Tensor, sequence, expert, pipeline and context parallelism, recorded and held against one device."""
 
 from functools import partial
 from typing import Any
@@ -338,6 +338,90 @@ def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path,
     found = compare(one, right)
     assert found.verdict in FINE, found
     assert set(right.manifest.params) == set(one.manifest.params)
+    assert set(right.activations(0)) == set(one.activations(0))
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.module == "norm"
+
+
+def attention(x: Tensor, qkv: nn.Linear, group: Any) -> Tensor:
+    """Causal attention over whole sequences, of which a rank has one part or, in the order of heads and tails, two."""
+    q, k, v = qkv(x).chunk(3, -1)
+    if group is None:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    rank, size = group.rank(), group.size()
+    k, v = (
+        torch.cat(_parts(collectives.all_gather_tensor_autograd(each.contiguous(), 0, group), size), 1)
+        for each in (k, v)
+    )
+    length = k.shape[1] // (2 * size)
+    places = torch.cat([torch.arange(part * length, (part + 1) * length) for part in (rank, 2 * size - 1 - rank)])
+    mask = places[:, None] >= torch.arange(k.shape[1])[None]
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _parts(gathered: Tensor, size: int) -> list[Tensor]:
+    halves = [each.chunk(2, 1) for each in gathered.chunk(size)]
+    return [half[0] for half in halves] + [half[1] for half in reversed(halves)]
+
+
+class Attending(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
+        self.norm, self.group = nn.LayerNorm(WIDTH), group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.norm(x + attention(x, self.qkv, self.group)))
+
+
+def train_on_parts(rank: int, world_size: int, kind: str, directory: str, *, damped: bool = False) -> None:
+    """Sequences of eight, whole or as a head and a tail on each of two ranks, which are averaged by hand or by fully_shard."""
+    torch.manual_seed(0)
+    num_data = 1 if kind == "one" else world_size // 2
+    group = (
+        None if kind == "one" else init_device_mesh("cpu", (num_data, 2), mesh_dim_names=("dp", "cp"))["cp"].get_group()
+    )
+    model: Any = Attending(group).double()
+    if damped:
+        model.norm.register_forward_hook(lambda module, args, output: output * 0.999)
+    if kind == "ours":
+        ours.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options: dict[str, Any] = {"name": "net", "every": 1, "dense": 1, "context": group, "context_order": "head_tail"}
+    with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
+        for step in range(2):
+            samples = torch.randint(WORDS, (SAMPLES, 9), generator=torch.Generator().manual_seed(step))
+            own = samples.chunk(num_data)[rank // 2 if num_data > 1 else 0]
+            tokens, targets = own[:, :-1], own[:, 1:]
+            if group is not None:
+                quarters = [(each.chunk(4, 1)) for each in (tokens, targets)]
+                tokens, targets = (torch.cat([each[group.rank()], each[3 - group.rank()]], 1) for each in quarters)
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            if kind == "plain":
+                for param in model.parameters():
+                    torch.distributed.all_reduce(param.grad)
+                    param.grad /= world_size
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 2), ("ours", 4)])
+def test_parts_of_sequences_are_recorded_as_whole_ones(ranks, tmp_path, kind, num_ranks):
+    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
+    ranks.run(1, train_on_parts, "one", directories["one"])
+    ranks.run(num_ranks, train_on_parts, kind, directories["right"])
+    ranks.run(num_ranks, partial(train_on_parts, damped=True), kind, directories["wrong"])
+    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+    found = compare(one, right)
+    assert found.verdict in FINE, found
     assert set(right.activations(0)) == set(one.activations(0))
     found = compare(one, wrong)
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found

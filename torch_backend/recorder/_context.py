@@ -1,0 +1,75 @@
+"""Context parallelism: ranks that have parts of the same sequences are recorded as one rank with the whole sequences.
+
+[Note: context ranks] The parts are put together along dim 1, in the order of positions: batches and activations as they are,
+losses as their mean. Gradients are those that the optimizers get. Each rank's own gradient is that of its part, so local
+gradients are not recorded.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crossframe.errors import UsageError
+from torch_backend.ranks._collectives import Communicator, default_process_group
+
+RANK, HEAD_TAIL = "rank", "head_tail"
+ORDERS = (RANK, HEAD_TAIL)
+_DIM = 1
+
+
+class Context:
+    """The ranks that have parts of the same sequences.
+
+    Attributes:
+        group: the process group.
+        data: (the number of this group among all, how many there are).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, order: str) -> None:
+        """All ranks call it.
+
+        Args:
+            order: of the parts. RANK: each rank has one, in the order of ranks. HEAD_TAIL: of 2n parts, rank i of n has part i
+                and part 2n - 1 - i, so that each has as much to do under a causal mask.
+        """
+        if order not in ORDERS:
+            raise UsageError(f"Recorder: context_order: expected one of {ORDERS}, got {order!r}")
+        self.group, self._ranks, self._order = group, Communicator(group), order
+        every = Communicator(default_process_group()).gather_objects(self._ranks.ranks)
+        groups = sorted(set(every))
+        self.data = groups.index(self._ranks.ranks), len(groups)
+
+    def mean(self, loss: float) -> float:
+        """Of the losses of all parts."""
+        return sum(self._ranks.gather_objects(loss)) / self._ranks.size
+
+    def whole_batch(self, arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """By microbatch the arrays of whole sequences; arrays of one dim are those of the first rank."""
+        every = self._ranks.gather_objects(list(map(list, arrays)))
+        return [
+            [self._joined([each[i][j] for each in every]) for j in range(len(microbatch))]
+            for i, microbatch in enumerate(every[0])
+        ]
+
+    def _joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        if parts[0].ndim <= _DIM:
+            return parts[0]
+        if self._order == HEAD_TAIL:
+            halves = [np.array_split(part, 2, _DIM) for part in parts]
+            parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
+        return np.concatenate(parts, _DIM)
+
+    def whole(self, value: Tensor) -> Tensor | None:
+        """An activation of whole sequences; None if its parts are not alike, or have no dim of positions."""
+        value = value.contiguous()
+        shapes = self._ranks.gather_objects(tuple(value.shape))
+        if value.ndim <= _DIM or any(shape != shapes[0] for shape in shapes):
+            return None
+        parts = list(self._ranks.gather_all(value))
+        if self._order == HEAD_TAIL:
+            halves = [part.chunk(2, _DIM) for part in parts]
+            parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
+        return torch.cat(parts, _DIM)
