@@ -139,16 +139,22 @@ class _Aligner:
         return [(names, paths) for names, paths in groups.values() if names and paths]
 
     def _unstack(self) -> None:
-        """Replace arrays of stacked parameters by their slices."""
-        signatures = [{name: self._signatures(i, name) for name in side} for i, side in enumerate(self._sides())]
-        self._slices = slices_of(self._first, self._second, *signatures)
-        stacked = {each.path for each in self._slices.values()}
-        self._second, gradients = (
-            {path: array for path, array in side.items() if path not in stacked}
-            | {name: each.of(side[each.path]) for name, each in self._slices.items() if each.path in side}
-            for side in (self._second, self._gradients[1])
-        )
-        self._gradients = self._gradients[0], gradients
+        """Replace arrays of stacked parameters by their slices, and these by theirs."""
+        while True:
+            signatures = [{name: self._signatures(i, name) for name in side} for i, side in enumerate(self._sides())]
+            found = slices_of(self._first, self._second, *signatures)
+            if not found:
+                return
+            stacked = {each.path for each in found.values()}
+            self._second, gradients = (
+                {path: array for path, array in side.items() if path not in stacked}
+                | {name: each.of(side[each.path]) for name, each in found.items() if each.path in side}
+                for side in (self._second, self._gradients[1])
+            )
+            self._gradients = self._gradients[0], gradients
+            for name, each in found.items():
+                outer = self._slices.get(each.path)
+                self._slices[name] = each.inside(outer, self._second[name].ndim + 1) if outer else each
 
     def _sides(self) -> tuple[Arrays, Arrays]:
         return self._first, self._second

@@ -29,6 +29,17 @@ class Slice:
     path: str
     indices: tuple[tuple[int, int, int], ...]
 
+    def inside(self, outer: "Slice", num_dims: int) -> "Slice":
+        """This slice of a slice as one of the whole array.
+
+        Args:
+            num_dims: of the slice that this one is of.
+        """
+        taken = {dim for dim, _, _ in outer.indices}
+        left = [dim for dim in range(num_dims + len(taken)) if dim not in taken]
+        own = ((left[dim], index, size) for dim, index, size in self.indices)
+        return Slice(outer.path, tuple(sorted((*outer.indices, *own))))
+
     def of(self, array: np.ndarray) -> np.ndarray:
         """The slice of the array."""
         places = {dim: index for dim, index, _ in self.indices}
@@ -41,7 +52,8 @@ def slices_of(
     ours: Mapping[str, Signatures],
     theirs: Mapping[str, Signatures],
 ) -> dict[str, Slice]:
-    """The slices of the stacked arrays of the second model, by a path that has the index behind the module that is stacked.
+    """The slices of the stacked arrays of the second model, by a path that has the index behind the module that is stacked. Of
+    arrays that are stacked along two dims these are the slices along the first one.
 
     Args:
         first, second: the parameters of both models.
@@ -51,37 +63,39 @@ def slices_of(
     varied = {name: array for name, array in first.items() if array.size > 1 and (array != array.flat[0]).any()}
     known = {(int(ours[name][()][0]), array.size) for name, array in varied.items()}
     whole = {path for path, array in second.items() if (int(theirs[path][()][0]), array.size) in known}
-    modules: dict[str, tuple[int, ...]] = {}
+    modules: dict[str, int] = {}
     for path, array in second.items():
         if array.size < 2 or not (array != array.flat[0]).any() or (int(theirs[path][()][0]), array.size) in wholes:
             continue
-        axes = _stacked_axes(array, theirs[path], known) or _stacked_and_joined(array, theirs[path], varied, ours)
-        if axes:
-            modules[_stacked_module(path, axes, second, whole)] = axes
+        axis = _stacked_axis(array, theirs[path], known)
+        if axis is None:
+            axis = _stacked_and_joined(array, theirs[path], varied, ours)
+        if axis is not None:
+            modules[_stacked_module(path, axis, second, whole)] = axis
     found: dict[str, Slice] = {}
     for path, array in second.items():
-        module = next((each for each in modules if path == each or path.startswith(f"{each}.")), None)
-        if module is None:
+        inside = [each for each in modules if path == each or path.startswith(f"{each}.")]
+        if not inside:
             continue
-        axes = modules[module]
-        for index in itertools.product(*(range(array.shape[axis]) for axis in axes)):
-            indices = tuple((axis, at, array.shape[axis]) for axis, at in zip(axes, index, strict=True))
-            found[f"{module}[{', '.join(map(str, index))}]{path[len(module) :]}"] = Slice(path, indices)
+        module = max(inside, key=len)
+        axis = modules[module]
+        for index in range(array.shape[axis]):
+            found[f"{module}[{index}]{path[len(module) :]}"] = Slice(path, ((axis, index, array.shape[axis]),))
     return found
 
 
-def _stacked_axes(array: np.ndarray, signatures: Signatures, known: set[tuple[int, int]]) -> tuple[int, ...] | None:
-    """The axes along which a slice is a parameter of the other model."""
+def _stacked_axis(array: np.ndarray, signatures: Signatures, known: set[tuple[int, int]]) -> int | None:
+    """The first of one or two axes along which a slice is a parameter of the other model."""
     for axes in _axes_of(array):
         count = math.prod(array.shape[axis] for axis in axes)
         if any((int(each), array.size // count) in known for each in signatures.get(axes, ())):
-            return axes
+            return axes[0]
     return None
 
 
 def _stacked_and_joined(
     array: np.ndarray, signatures: Signatures, varied: Mapping[str, np.ndarray], ours: Mapping[str, Signatures]
-) -> tuple[int, ...] | None:
+) -> int | None:
     """The axis along which each slice has rows of one parameter of the other model, or this one has rows of the slice."""
     for axis, dim in itertools.permutations(range(array.ndim), 2):
         pair = (min(axis, dim), max(axis, dim))
@@ -103,7 +117,7 @@ def _stacked_and_joined(
                 places = order[at[hits]] // rows.shape[1]
                 complete = hits.all() or hits.sum() == rows.shape[1]
                 if len(places) > 1 and complete and (places == places[0]).all():
-                    return (axis,)
+                    return axis
     return None
 
 
@@ -114,14 +128,14 @@ def _axes_of(array: np.ndarray) -> Iterator[tuple[int, ...]]:
                 yield axes
 
 
-def _stacked_module(path: str, axes: tuple[int, ...], second: Mapping[str, np.ndarray], whole: set[str]) -> str:
-    """The outermost module all of whose arrays have as many slices along the same dims, and none of which is a whole parameter of
+def _stacked_module(path: str, axis: int, second: Mapping[str, np.ndarray], whole: set[str]) -> str:
+    """The outermost module all of whose arrays have as many slices along the same dim, and none of which is a whole parameter of
     the other model; the path itself if there is none."""
-    sizes = [second[path].shape[axis] for axis in axes]
+    size = second[path].shape[axis]
     found, module = path, path
     while module := module.rpartition(".")[0]:
         inside = {other: array.shape for other, array in second.items() if other.startswith(f"{module}.")}
-        alike = (len(shape) > axes[-1] and [shape[axis] for axis in axes] == sizes for shape in inside.values())
+        alike = (len(shape) > axis and shape[axis] == size for shape in inside.values())
         if not all(alike) or whole & inside.keys():
             break
         found = module

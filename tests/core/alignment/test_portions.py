@@ -153,6 +153,29 @@ def test_models_with_other_groupings_are_aligned(name):
     assert ParamMap.from_json(found.param_map.to_json()) == found.param_map
 
 
+def test_layers_and_experts_are_stacked_in_one_array():
+    params, shadow = (dict(model(seed)) for seed in (0, 1))
+    rng = np.random.default_rng(5)
+    for values, is_random in ((params, False), (shadow, True)):
+        for layer in range(LAYERS):
+            values[f"h.{layer}.mlp.router.weight"] = rng.normal(size=(5, WIDTH))
+            for expert in range(5):
+                values[f"h.{layer}.mlp.experts.{expert}.weight"] = rng.normal(size=(HIDDEN, WIDTH))
+                values[f"h.{layer}.mlp.experts.{expert}.bias"] = rng.normal(size=HIDDEN) * is_random
+
+    def other(values):
+        experts = {kind: np.stack([np.stack([values[f"h.{layer}.mlp.experts.{expert}.{kind}"] for expert in range(5)])
+                   for layer in range(LAYERS)]) for kind in ("weight", "bias")}  # fmt: skip
+        rest = stacked(separate({name: value for name, value in values.items() if "experts" not in name}))
+        kernels = experts["weight"].swapaxes(2, 3)
+        return rest | {"layers.mlp.experts.kernel": kernels, "layers.mlp.experts.bias": experts["bias"]}
+
+    found = align(params, other(params))
+    assert not found.undecided
+    check(found, shadow, other(shadow))
+    assert found.param_map.by_name["h.1.mlp.experts.4.weight"].pattern == f"[1/{LAYERS}] [4/5] a b -> b a"
+
+
 @pytest.mark.parametrize("padding", [1, 4])
 def test_a_padded_vocabulary_is_aligned_either_way(padding):
     params = dict(model(0))
