@@ -11,7 +11,6 @@ the same shapes.
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +29,8 @@ _ROUNDINGS, _NEAR = 8, 1e-4
 float32, and is far below the distance of the inputs of two layers. Nothing is judged by it."""
 _LEAST_VALUES = 4
 """Activations with fewer distinct values, such as zeros and masks, are not matched by them."""
+_SAMPLED = 1 << 12
+"""The number of elements of which distinct values are counted."""
 _MOST_FORMS = 64
 """The number of rearrangements between two shapes that are tried."""
 
@@ -49,27 +50,23 @@ def match_activations(first: Recording, second: Recording, param_map: ParamMap) 
 
 
 @dataclass(frozen=True)
-class _Values:
-    """An activation of rank 0 in full.
+class _Sums:
+    """What does not depend on the order of the elements of an activation.
 
     Attributes:
-        array: float64.
+        tells: whether its values are different enough to tell it from others.
     """
 
-    array: np.ndarray
+    numel: int
+    norm: float
+    total: float
+    tells: bool
 
-    @cached_property
-    def sorted(self) -> np.ndarray:
-        return np.sort(self.array, axis=None)
-
-    @cached_property
-    def norm(self) -> float:
-        return float(np.linalg.norm(self.array))
-
-    @cached_property
-    def tells(self) -> bool:
-        """Whether the values are different enough to tell the activation from others."""
-        return self.norm > 0 and len(np.unique(self.sorted)) >= _LEAST_VALUES
+    @classmethod
+    def of(cls, array: np.ndarray) -> "_Sums":
+        some = array.reshape(-1)[:: max(1, array.size // _SAMPLED)]
+        norm = float(np.linalg.norm(array))
+        return cls(array.size, norm, float(array.sum()), norm > 0 and len(np.unique(some)) >= _LEAST_VALUES)
 
 
 class _Side:
@@ -79,19 +76,23 @@ class _Side:
         self._recording, self._step = recording, step
         self.order: list[Of] = [(module, use) for at, module, use in recording.activations(step) if at == 0]
         self.modules = list(dict.fromkeys(module for module, _ in self.order))
-        self._known: dict[Of, _Values | None] = {}
+        self._known: dict[Of, _Sums | None] = {}
 
     def shape(self, of: Of) -> tuple[int, ...]:
         return self._recording.activation_shape(self._step, 0, 0, *of)
 
-    def values(self, of: Of) -> _Values | None:
-        """The values of an activation; None if they are a sketch or not finite."""
+    def array(self, of: Of) -> np.ndarray | None:
+        """The values of an activation in float64; None if they are a sketch or not finite."""
+        if self._recording.activation_sketch(self._step, 0, 0, *of) is not None:
+            return None
+        array = self._recording.activation(self._step, 0, 0, *of).astype(np.float64)
+        return array if array.size and np.isfinite(array).all() else None
+
+    def sums(self, of: Of) -> _Sums | None:
+        """The sums of an activation, which are kept; None if it has no values."""
         if of not in self._known:
-            found = None
-            if self._recording.activation_sketch(self._step, 0, 0, *of) is None:
-                array = self._recording.activation(self._step, 0, 0, *of).astype(np.float64)
-                found = _Values(array) if array.size and np.isfinite(array).all() else None
-            self._known[of] = found
+            array = self.array(of)
+            self._known[of] = None if array is None else _Sums.of(array)
         return self._known[of]
 
 
@@ -164,15 +165,11 @@ class _Matcher:
     def _agree(self, ours: Of, theirs: Of) -> bool:
         if ours not in self._first.order or theirs not in self._second.order:
             return False
-        a, b = self._first.values(ours), self._second.values(theirs)
-        if a is None or b is None or a.array.size != b.array.size or not (a.tells and b.tells):
+        a, b = self._first.sums(ours), self._second.sums(theirs)
+        if a is None or b is None or a.numel != b.numel or not (a.tells and b.tells):
             return False
-        if abs(a.norm - b.norm) > self._near * a.norm:
-            return False
-        # No order of elements has a smaller distance than that of the sorted ones.
-        if np.linalg.norm(a.sorted - b.sorted) > self._near * a.norm:
-            return False
-        return self._nearest(ours, theirs) is not None
+        apart = abs(a.norm - b.norm), abs(a.total - b.total) / a.numel**0.5
+        return max(apart) <= self._near * a.norm and self._nearest(ours, theirs) is not None
 
     def _by_names(self) -> None:
         """Match modules with equal names."""
@@ -251,13 +248,14 @@ class _Matcher:
 
     def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
         """The rearrangement under which the values agree; None if there is none."""
-        a, b = self._first.values(ours), self._second.values(theirs)
-        if a is None or b is None or not a.tells:
+        sums = self._first.sums(ours)
+        if sums is None or not sums.tells:
             return None
-        for form in _forms(a.array.shape, b.array.shape):
-            if np.linalg.norm(a.array - form(b.array)) <= self._near * a.norm:
-                return form
-        return None
+        a, b = self._first.array(ours), self._second.array(theirs)
+        if a is None or b is None or a.size != b.size:
+            return None
+        near = (form for form in _forms(a.shape, b.shape) if np.linalg.norm(a - form(b)) <= self._near * sums.norm)
+        return next(near, None)
 
     def _likeliest(
         self, shapes: tuple[tuple[int, ...], tuple[int, ...]], known: Sequence[Rearrangement]
