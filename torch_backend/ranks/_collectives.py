@@ -17,6 +17,7 @@ from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER,
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.compat._fully_shard_api import AllGather, Comm, ReduceScatter
 from torch_backend.observe import observers
+from torch_backend.ranks._consensus import spans_ranks
 from torch_backend.ranks._failure import Pending, issue, rejoin
 
 # Looked up on each call, so that replaced functions of torch.distributed (mocks, counters) see our calls too.
@@ -49,6 +50,7 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = _ranks_of(group)
+        self._spans = spans_ranks(group)
         # The user's replacement of torch.distributed's collective, if any.
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
@@ -87,7 +89,9 @@ class Communicator:
             rejoin([self.group])
         self._record_event(ALL_GATHER, gathered, unit, phase)
         collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
-        return issue(collective, gathered, shard, group=self.group, kind=ALL_GATHER, unit=unit, phase=phase)
+        return issue(
+            collective, gathered, shard, group=self.group, spans=self._spans, kind=ALL_GATHER, unit=unit, phase=phase
+        )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, *, unit: str, phase: str) -> Work:
         """Start a reduce-scatter (sum) of `full` (size * n elements) into `shard` (n elements)."""
@@ -98,14 +102,18 @@ class Communicator:
         collective = getattr(dist, _REDUCE_SCATTER)
         if self.custom_reduce_scatter is not None:
             collective = functools.partial(self.custom_reduce_scatter, op=dist.ReduceOp.SUM)
-        return issue(collective, shard, full, group=self.group, kind=REDUCE_SCATTER, unit=unit, phase=phase)
+        return issue(
+            collective, shard, full, group=self.group, spans=self._spans, kind=REDUCE_SCATTER, unit=unit, phase=phase
+        )
 
     def all_reduce(self, tensor: Tensor, *, unit: str, phase: str) -> Work:
         """Start an all-reduce (sum) of `tensor`, in place."""
         if self.size == 1:
             return Done()
         self._record_event(ALL_REDUCE, tensor, unit, phase)
-        return issue(dist.all_reduce, tensor, group=self.group, kind=ALL_REDUCE, unit=unit, phase=phase)
+        return issue(
+            dist.all_reduce, tensor, group=self.group, spans=self._spans, kind=ALL_REDUCE, unit=unit, phase=phase
+        )
 
     def _record_event(self, kind: str, unsharded: Tensor, unit: str, phase: str) -> None:
         if observers:

@@ -116,11 +116,18 @@ class Pending:
 
 
 def issue(
-    collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, kind: str, unit: str, phase: str
+    collective: Callable[..., Any],
+    *tensors: Tensor,
+    group: dist.ProcessGroup,
+    spans: bool,
+    kind: str,
+    unit: str,
+    phase: str,
 ) -> Pending:
     """Issue a collective of torch.distributed or of the user on `tensors`.
 
     Args:
+        spans: `spans_ranks(group)`, which takes longer than the rest of this function.
         kind, unit, phase: for errors: "all_gather", the unit's name, "forward".
 
     Raises:
@@ -132,7 +139,7 @@ def issue(
         _fail(error, group, kind, unit, phase)
     # A user's collective may be synchronous, or its wait may not accept a timeout.
     on_host = tensors[0].is_cpu and isinstance(work, dist.Work)
-    ordinal = note_issued(group, kind, unit, phase, tensors[0].numel()) if on_host and spans_ranks(group) else 0
+    ordinal = note_issued(group, kind, unit, phase, tensors[0].numel()) if on_host and spans else 0
     return Pending(_OVER if work is None else work, group, kind, unit, phase, on_host, ordinal)
 
 
