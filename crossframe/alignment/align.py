@@ -441,10 +441,12 @@ class _Aligner:
         return decided
 
     def _pair_last(self, names: Sequence[str], paths: Sequence[str]) -> bool:
-        """Add a parameter that is the only one left of those with its values, in both models; whether there was one."""
+        """Add the parameter of an array that is the only one left of those with its values; whether there was one."""
         names = [name for name in names if name not in self._entries]
         paths = [path for path in paths if path not in self._owners]
-        return len(names) == len(paths) == 1 and self._pair(names[0], paths[0], VALUES)
+        # Tied names, of which the first one has the array.
+        is_owner = len(names) == 1 or (len(names) > 1 and _varies(self._first[names[0]]))
+        return is_owner and len(paths) == 1 and self._pair(names[0], paths[0], VALUES)
 
     def _is_near(self, name: str, path: str) -> bool:
         array, other = self._first[name], self._second[path]

@@ -150,8 +150,12 @@ def test_models_that_share_no_values_have_no_map(models):
 def test_a_tied_copy_is_named():
     weight = values((6, 4))
     found = align({"embed.weight": weight, "head.weight": weight}, {"embed": weight})
-    assert found.param_map.entries == () or found.param_map.entries[0].name == "embed.weight"
-    assert any("tied" in each.why or len(each.names) == 2 for each in found.undecided)
+    assert found.param_map.entries == (MapEntry("embed.weight", "embed"),)
+    assert [(each.names, each.paths) for each in found.undecided] == [(("head.weight",), ())]
+    assert "equal to 'embed.weight'; leave it out if the two are tied" in found.undecided[0].why
+    # Values do not tell which of two arrays a parameter is.
+    found = align({"embed.weight": weight}, {"embed": weight, "head": weight.T})
+    assert found.param_map.entries == () and found.undecided[0].paths == ("embed", "head")
 
 
 def test_dtypes_that_differ_are_compared_in_the_coarser_one():
