@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.activations import INPUT, OUTPUT, module_scope
-from jax_backend.recorder._taps import ACTIVATION, Tap, Value, at_level, innermost
+from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
 from jax_backend.tree import path_name
 
 _LINEN_PARAMS = "params"
@@ -66,7 +66,7 @@ def module_call(fun: Callable, name: str) -> Callable:
 
 def _reported(name: str, fun: Callable, args: Any, kwargs: Any) -> Any:
     collector = innermost()
-    if collector is None or not collector.in_loss:
+    if collector is None or not collector.in_loss or collector.detail is not Detail.INTERIOR:
         return fun(*args, **kwargs)
     _report(name, INPUT, (args, tuple(kwargs.values())))
     with module_scope(name):

@@ -101,6 +101,14 @@ def root() -> Root | None:
     return found
 
 
+def _following() -> Collector | None:
+    """The collector of the current trace, if functions that are called in it may have taps."""
+    collector = current()
+    if collector is None or isinstance(collector, Root):
+        return None
+    return None if collector.in_loss and collector.detail is not Detail.INTERIOR else collector
+
+
 class Jitted:
     """A jitted function, with a program for each `Detail`.
 
@@ -146,10 +154,10 @@ class Jitted:
         return self._programs[detail]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (collector := current()) is None:
-            return self._plain(*args, **kwargs)
-        if isinstance(collector, Root):
+        if isinstance(collector := current(), Root):
             return collector.session.call(self, args, kwargs)
+        if (collector := _following()) is None:
+            return self._plain(*args, **kwargs)
         self._paths = [collector.paths.get(id(leaf)) for leaf in jax.tree.leaves((args, kwargs))]
         result, packed = self.program(collector.detail)(*args, **kwargs)
         collector.add(unpacked(packed, (args, kwargs), result))
@@ -208,9 +216,16 @@ class Gradient:
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What JAX returns, and its tap without the interior."""
-        result = _value_and_grad(_rounded(_repeatable(self.fun)), self.argnums, self.has_aux, **self.options)(
-            *args, **kwargs
-        )
+        own = _repeatable(self.fun)
+
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            above = innermost()
+            assert above is not None
+            with collecting(traced(above, in_loss=True)):  # nothing in here is a step
+                return own(*args, **kwargs)
+
+        differentiated = _value_and_grad(_rounded(fun), self.argnums, self.has_aux, **self.options)
+        result = differentiated(*args, **kwargs)
         return result, self._tap(result, args, [])
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -320,8 +335,7 @@ def grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> A
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
     """`jax.lax.scan`."""
-    collector = current()
-    if collector is None or isinstance(collector, Root):
+    if (collector := _following()) is None:
         return _scan(f, init, xs, length, *args, **options)
 
     def body(carry: Any, x: Any) -> Any:
@@ -343,8 +357,7 @@ def shard_map(f: Any = None, /, **options: Any) -> Any:
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
-        collector = current()
-        if collector is None or isinstance(collector, Root):
+        if (collector := _following()) is None:
             return _shard_map(f, **options)(*args)
 
         def body(*args: Any) -> Any:

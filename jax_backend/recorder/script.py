@@ -228,7 +228,7 @@ class ScriptRecorder:
         result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
         kinds = tuple(tap.kind for tap in packed.taps)
         references = [each for tap in packed.taps for each in tap.references]
-        if self._hidden - before and UPDATE not in kinds and GRADIENT not in kinds:
+        if self._hidden - before and UPDATE not in kinds:
             raise UsageError(self._about_hidden())
         params: dict[int, str] = {}
         for what in ("before", "diff"):

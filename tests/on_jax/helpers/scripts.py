@@ -275,6 +275,27 @@ result = params
 """
 )
 
+META_LEARNED = (
+    FUNCTIONS
+    + """
+inner, tx, task_loss = optax.sgd(0.05), optax.adamw(0.01), loss_fn
+opt_state = tx.init(params)
+def loss_fn(params, x, y):
+    updates, _ = inner.update(jax.grad(task_loss)(params, x, y), inner.init(params))
+    return task_loss(optax.apply_updates(params, updates), x, y)
+gradients = jax.jit(jax.value_and_grad(loss_fn))
+@jax.jit
+def update(params, opt_state, grads):
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+for batch in batches:
+    loss, grads = gradients(params, batch["image"], batch["label"])
+    params, opt_state = update(params, opt_state, spoil(grads))
+result = params
+"""
+)
+"""An optimizer, and a gradient, inside of the loss function."""
+
 PER_SAMPLE = (
     FUNCTIONS
     + """
@@ -307,6 +328,7 @@ RECORDED = {
     "sharded": SHARDED,
     "mapped": MAPPED,
     "per_sample": PER_SAMPLE,
+    "meta_learned": META_LEARNED,
 }
 """Scripts that are recorded, by name."""
 
@@ -360,6 +382,19 @@ params = step(jax.tree.map(lambda leaf: leaf[None], params), jax.tree.map(lambda
 raise AssertionError("refused too late")
 """
 )
+_ENSEMBLE = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+@jax.jit
+@partial(jax.vmap, in_axes=(0, None))
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+params = step(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params), batches[0])
+raise AssertionError("refused too late")
+"""
+)
 _NOT_ADDED = (
     FUNCTIONS
     + """
@@ -401,6 +436,7 @@ REFUSED = {
     "two_models": (_TWO_MODELS, "more than one model"),
     "steps_in_a_scan": (_STEPS_IN_A_SCAN, "3 optimizer steps run inside one jax.lax.scan"),
     "in_pmap": (_IN_PMAP, "inside jax.pmap"),
+    "ensemble": (_ENSEMBLE, "inside jax.pmap, jax.vmap"),
     "not_added": (_NOT_ADDED, "not added to the parameters by optax.apply_updates"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
     "ahead_of_time": (_AHEAD_OF_TIME, "was compiled ahead of time"),

@@ -29,6 +29,7 @@ STATED = {
     "nnx": ADAM | {"lr": 0.01},
     "nnx_outside_of_jit": ADAM | {"lr": 0.01},
     "nested": {},
+    "meta_learned": {},  # two optimizers
     "equinox": ADAMW | {"clip": 1.0},
     "two_calls": ADAM,
     "eager": {"optimizer": "SGD", "lr": 0.1},
@@ -37,7 +38,7 @@ STATED = {
 OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip")
 # optax.MultiSteps accumulates in float32.
 PRECISION = {"accumulated": np.finfo(np.float32).eps}
-LONG = ("mapped", "scanned", "cut_inside", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
+LONG = ("mapped", "meta_learned", "scanned", "cut_inside", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
 
 
 @pytest.fixture
