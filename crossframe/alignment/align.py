@@ -26,7 +26,7 @@ from crossframe.param_map import MapEntry, ParamMap
 from crossframe.rearrange import Rearrangement
 
 Arrays = Mapping[str, np.ndarray]
-VALUES, GRADIENTS, MODULES = "values", "gradients", "modules"
+VALUES, GRADIENTS, MODULES, SIMILAR = "values", "gradients", "modules", "similar"
 _NEAR, _FAR = 0.01, 0.5
 """Gradients of one parameter differ by rounding, those of two by about their norms. Relative distances below the first one and
 above the second one decide."""
@@ -55,7 +55,7 @@ class Alignment:
 
     Attributes:
         param_map: the decided ones, in the order of the first model.
-        evidence: what decided each, by name: VALUES, GRADIENTS or MODULES.
+        evidence: what decided each, by name: VALUES, GRADIENTS or MODULES, or SIMILAR gradients.
         undecided: the others.
     """
 
@@ -74,13 +74,17 @@ class Alignment:
         }
 
 
-def align(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays] | None = None) -> Alignment:
+def align(
+    first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays] | None = None, *, may_differ: bool = False
+) -> Alignment:
     """Find the parameters of the second model for each of the first one.
 
     Args:
         first: initial values by canonical name.
         second: initial values by path.
         gradients: those of the first step, for parameters whose values are all equal; parameters may be missing.
+        may_differ: whether a fault may have changed the gradients. Parameters that they do not tell apart are then those whose
+            gradients are the most similar.
 
     If the dtypes of parameters differ, all are compared in the coarsest one.
 
@@ -91,12 +95,12 @@ def align(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays] | None
         raise MappingError("expected parameters in both models")
     dtype = coarser(*(array.dtype.name for side in (first, second) for array in side.values()))
     one, other = ({n: v.astype(numpy_dtype(dtype), copy=False) for n, v in side.items()} for side in (first, second))
-    return _Aligner(one, other, gradients or ({}, {})).align()
+    return _Aligner(one, other, gradients or ({}, {}), may_differ=may_differ).align()
 
 
 class _Aligner:
-    def __init__(self, first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays]) -> None:
-        self._first, self._second, self._gradients = first, second, gradients
+    def __init__(self, first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays], *, may_differ: bool) -> None:
+        self._first, self._second, self._gradients, self._may_differ = first, second, gradients, may_differ
         self._entries: dict[str, MapEntry] = {}
         self._evidence: dict[str, str] = {}
         self._owners: dict[str, tuple[str, ...]] = {}
@@ -126,6 +130,8 @@ class _Aligner:
             for path in self._open_paths():
                 decided |= self._split_bias(path)
             decided = decided or any(self._pair_last(names, paths) for names, paths in groups)
+            if self._may_differ:
+                decided = decided or any(self._pair_similar(names, paths) for names, paths in groups)
         self._report_open()
         entries = tuple(self._stated(self._entries[name]) for name in self._first if name in self._entries)
         return Alignment(ParamMap(entries), self._evidence, tuple(self._undecided))
@@ -418,7 +424,7 @@ class _Aligner:
         name, (ours, theirs) = entry.name, self._gradients
         if shape != self._first[name].shape:
             return False
-        if name not in ours or not theirs.keys() >= set(entry.paths):
+        if self._may_differ or name not in ours or not theirs.keys() >= set(entry.paths):
             return True
         made = entry.to_canonical(*(theirs[path] for path in entry.paths))
         return not _relative_distance(ours[name], made) > _NEAR
@@ -447,6 +453,24 @@ class _Aligner:
         # Tied names, of which the first one has the array.
         is_owner = len(names) == 1 or (len(names) > 1 and _varies(self._first[names[0]]))
         return is_owner and len(paths) == 1 and self._pair(names[0], paths[0], VALUES)
+
+    def _pair_similar(self, names: Sequence[str], paths: Sequence[str]) -> bool:
+        """Add the parameters whose gradients are more similar to each other than to all others; whether there was one.
+
+        A fault changes gradients less than another parameter does.
+        """
+        names = [name for name in names if name not in self._entries and name in self._gradients[0]]
+        paths = [path for path in paths if path not in self._owners and path in self._gradients[1]]
+        if not names or not paths or any(_num_wide(self._first[name].shape) > 1 for name in names):
+            return False  # of several dims the order is open too
+        apart = 1 - _directions(names, self._gradients[0]) @ _directions(paths, self._gradients[1]).T
+        decided = False
+        for i, name in enumerate(names):
+            j = int(apart[i].argmin())
+            others = np.append(np.delete(apart[i], j), np.delete(apart[:, j], i))
+            if apart[i, j] < _FAR and apart[i, j] < _FAR * others.min(initial=2.0):
+                decided |= self._pair(name, paths[j], SIMILAR)
+        return decided
 
     def _is_near(self, name: str, path: str) -> bool:
         array, other = self._first[name], self._second[path]
@@ -532,6 +556,12 @@ def _relative_distance(array: np.ndarray, other: np.ndarray) -> float:
     x, y = array.astype(np.float64), other.astype(np.float64)
     norm = float(np.linalg.norm(x))
     return float(np.linalg.norm(x - y)) / norm if norm > 0 else math.nan
+
+
+def _directions(names: Sequence[str], gradients: Arrays) -> np.ndarray:
+    """Gradients of one size as rows of norm 1; of norm 0 if they are zero."""
+    rows = np.stack([gradients[name].astype(np.float64).reshape(-1) for name in names])
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def _is_padded(rows: Rows) -> bool:

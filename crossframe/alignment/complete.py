@@ -5,6 +5,7 @@ needed too: a parameter corresponds as its counterparts in other layers do, or t
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -37,6 +38,35 @@ def complete(found: Alignment, first: Arrays, second: Arrays) -> tuple[ParamMap,
         entries[names[0]] = entry
         added.append(names[0])
     return ParamMap(tuple(entries[name] for name in first if name in entries)), tuple(added)
+
+
+def unlike_other_layers(param_map: ParamMap) -> tuple[str, ...]:
+    """The parameters that are elsewhere than the same parameters of most other layers: values may have been exchanged.
+
+    >>> rows = [("h.0.q", "l.0.q"), ("h.1.q", "l.1.k"), ("h.2.q", "l.2.q")]
+    >>> unlike_other_layers(ParamMap(tuple(MapEntry(*row) for row in rows)))
+    ('h.1.q',)
+    """
+    by_kind: dict[str, list[MapEntry]] = {}
+    for entry in param_map.entries:
+        by_kind.setdefault(_kind(entry.name), []).append(entry)
+    found = []
+    for entries in by_kind.values():
+        (usual, count), *_ = Counter(map(_place, entries)).most_common(1)
+        if 2 * count > len(entries):
+            found += [entry.name for entry in entries if _place(entry) != usual]
+    return tuple(found)
+
+
+def _place(entry: MapEntry) -> tuple[object, ...]:
+    """Where a parameter is, relative to its layer."""
+    own = [int(index) for index in _INDEX.findall(entry.name)]
+    texts = [*entry.paths, entry.pattern or ""]
+    found: list[object] = []
+    for text in texts:
+        indices = [int(index) for index in _INDEX.findall(text)]
+        found += [_kind(text), *(index - own[min(k, len(own) - 1)] for k, index in enumerate(indices) if own)]
+    return tuple(found)
 
 
 def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from crossframe.alignment import GRADIENTS, MODULES, VALUES, Alignment
+from crossframe.alignment import GRADIENTS, MODULES, VALUES, Alignment, unlike_other_layers
 
 _MOST = 20
 _EVIDENCE = {
@@ -28,6 +28,14 @@ def print_alignment(console: Console, found: Alignment, output: Path | None) -> 
             console.print(f"{count:,} parameter{'s' * (count > 1)} aligned by {text}", highlight=False)
     if output is not None:
         console.print(f"map: {output}", soft_wrap=True, highlight=False, markup=False)
+    for name in unlike_other_layers(found.param_map)[:_MOST]:
+        paths = " + ".join(found.param_map.by_name[name].paths)
+        console.print(
+            f"unlike in other layers: {name} has the values of {paths}; were they exchanged?",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
     for each in found.undecided[:_MOST]:
         sides = " and ".join(", ".join(some) for some in (each.names, each.paths) if some)
         console.print(f"undecided: {sides}: {each.why}", soft_wrap=True, highlight=False, markup=False)

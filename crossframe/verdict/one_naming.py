@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from crossframe.alignment import align, complete, match_activations
+from crossframe.alignment import SIMILAR, align, complete, match_activations, unlike_other_layers
 from crossframe.alignment.models import read_recorded
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
@@ -82,10 +82,11 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         for recording in (first, second)
     ]
     (values, gradients), (other_values, other_gradients) = sides
-    found = align(values, other_values, (gradients, other_gradients))
+    found = align(values, other_values, (gradients, other_gradients), may_differ=True)
     # Without shared names, a few parameters with other values are faults of one model.
     param_map, added = (found.param_map, ()) if shared else complete(found, values, other_values)
-    num, num_all = len(found.param_map.entries), len(values)
+    similar = [name for name, evidence in found.evidence.items() if evidence == SIMILAR]
+    num, num_all = len(found.param_map.entries) - len(similar), len(values)
     lacking = [name for name in values if name not in param_map.by_name]
     lacking += [path for path in other_values if path not in param_map.by_path]
     if lacking or 2 * num < num_all:
@@ -97,6 +98,12 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
     if num == 1:
         matched = "1 parameter with another name was matched by its values"
     others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
+    if similar:
+        others += f", {len(similar)} with equal values by the direction of their gradients ({_listed(similar)})"
+    if odd := unlike_other_layers(param_map):
+        others += (
+            f"; unlike in other layers, {_listed(odd)} has the values of other paths, which may have been exchanged"
+        )
     return param_map, f"{matched}{others}; the names are those of {labels(first, second)[0]}; see crossframe map"
 
 

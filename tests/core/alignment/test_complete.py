@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from crossframe.alignment import align, complete
+from crossframe.alignment import SIMILAR, align, complete, unlike_other_layers
 from tests.core.alignment import test_portions as models
 
 
@@ -46,3 +46,32 @@ def test_the_only_parameter_that_is_left_is_matched_and_two_are_not():
     # Of another shape it is another parameter.
     other = models.separate(params) | {"embed.kernel": np.ones((7, 3))}
     assert completed(broken(params, "embed.weight"), other)[1] == ()
+
+
+def test_values_exchanged_in_one_layer_are_named():
+    params = dict(models.model(0))
+    for second in (models.separate, lambda p: models.stacked(models.separate(p))):
+        assert unlike_other_layers(align(params, second(params)).param_map) == ()
+        changed = dict(params)
+        changed["h.1.attn.k.weight"], changed["h.1.attn.v.weight"] = (
+            params["h.1.attn.v.weight"],
+            params["h.1.attn.k.weight"],
+        )
+        found = align(changed, second(params)).param_map
+        assert {"h.1.attn.k.weight", "h.1.attn.v.weight"} <= set(unlike_other_layers(found))
+        assert all(name.startswith("h.1.attn.") for name in unlike_other_layers(found))
+
+
+def test_similar_gradients_decide_between_equal_values_where_a_fault_may_be():
+    rng = np.random.default_rng(0)
+    names = [f"norm{i}.weight" for i in range(4)]
+    ones = {name: np.ones(16) for name in names}
+    true = {name: rng.normal(size=16) for name in names}
+    faulty = {f"n.{name}": 3 * grad + 0.3 * rng.normal(size=16) for name, grad in true.items()}
+    other = {f"n.{name}": value for name, value in ones.items()}
+    assert len(align(ones, other, (true, faulty)).undecided) == 1
+    found = align(ones, other, (true, faulty), may_differ=True)
+    assert {entry.name: entry.path for entry in found.param_map.entries} == {name: f"n.{name}" for name in names}
+    assert SIMILAR in found.evidence.values()
+    unrelated = {path: rng.normal(size=16) for path in faulty}
+    assert align(ones, other, (true, unrelated), may_differ=True).param_map.entries == ()
