@@ -1,4 +1,4 @@
-"""The research commands: parity, train, grid, faults, clean-pairs, kernels, untouched, foreign, spec, bench, teach.
+"""The research commands: parity, train, grid, faults, clean-pairs, kernels, parallelism, untouched, foreign, spec, bench, teach.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -15,6 +15,7 @@ from crossframe.errors import UsageError
 from crossframe.recording.recorded_steps import window_of
 from experiments.cli import foreign as foreign_cli
 from experiments.cli import kernels as kernels_cli
+from experiments.cli import parallelism as parallelism_cli
 from experiments.cli import teach as teach_cli
 from experiments.cli import untouched as untouched_cli
 from experiments.cli.bench import bench
@@ -32,6 +33,7 @@ add_commands(app)
 untouched_cli.add_commands(app)
 foreign_cli.add_commands(app)
 kernels_cli.add_commands(app)
+parallelism_cli.add_commands(app)
 teach_cli.add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
