@@ -185,6 +185,28 @@ def run_compare_bench(
     return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="A comparison")
 
 
+def run_scale_bench(
+    console: Console,
+    *,
+    output: Path | None = None,
+    json_output: Path | None = None,
+    quick: bool = False,
+    strict: bool = False,
+) -> int:
+    """Simulate recording a model of eight billion parameters on 64 ranks, and compare such recordings.
+
+    Args, returns: as `run_torch_bench`.
+    """
+    from experiments.bench.scale import FULL, SMALL, scale_sections
+
+    where = torch_machine()
+    with console.status("measuring"):
+        measured = scale_sections(SMALL if quick else FULL)
+    for section in measured:
+        _print_section(console, section)
+    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="Scale")
+
+
 def run_jax_bench(
     console: Console,
     *,

@@ -8,7 +8,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -80,8 +79,8 @@ def compare_section(sizes: CompareSizes) -> Section:
             steps = sizes.few_steps if name.endswith("few") else sizes.num_steps
             write_sketched(path, replace(sizes, num_steps=steps), noise=1e-9 if name.startswith("b") else 0.0)
         num_bytes = sum(file.stat().st_size for file in paths["a"].rglob("*") if file.is_file())
-        differ = measured(_compared, paths["a"], paths["b"])
-        few = measured(_compared, paths["a-few"], paths["b-few"])
+        differ = measured(compare_recordings, paths["a"], paths["b"])
+        few = measured(compare_recordings, paths["a-few"], paths["b-few"])
         equal = measured(_stated, paths["a"], paths["again"])
     of = sizes.model
     how = (
@@ -109,19 +108,28 @@ class Cost:
     peak_bytes: int
 
 
-def measured(work: Callable[[Path, Path], Any], *paths: Path) -> Cost:
+def measured(work: Callable[..., Any], *paths: Path) -> Cost:
     """What some work costs in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_cost, work, paths).result()
 
 
-def _cost(work: Callable[[Path, Path], Any], paths: tuple[Path, ...]) -> Cost:
+def _cost(work: Callable[..., Any], paths: tuple[Path, ...]) -> Cost:
     start = time.perf_counter()
     work(*paths)
-    return Cost(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return Cost(time.perf_counter() - start, _peak_bytes())
 
 
-def _compared(a: Path, b: Path) -> None:
+def _peak_bytes() -> int:
+    """The most memory of this process. Not by getrusage, whose figure a child of a larger process begins with."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+    raise UsageError("/proc/self/status states no VmHWM; measure on Linux")
+
+
+def compare_recordings(a: Path, b: Path) -> None:
+    """Compare two recordings that differ by rounding."""
     found = compare(Recording.open(a), Recording.open(b))
     assert found.verdict.agrees or found.verdict.value == "inconclusive", found.reason
 
@@ -137,10 +145,10 @@ def write_sketched(path: Path, sizes: CompareSizes, *, noise: float) -> None:
         noise: how far what is computed lies from that of a recording without noise, in parts of it.
     """
     units = sizes.model.units
-    made = _manifest(sizes)
+    made = manifest_of(sizes)
     whole, world_size = replace(made, steps=sizes.num_steps), sizes.world_size
     create_recording(path, made)
-    pieces = [_pieces(made, rank) for rank in range(world_size)]
+    pieces = [pieces_of(made, rank) for rank in range(world_size)]
     assert len(made.units) == len(units) + 1
     for rank in range(world_size):
         with RecordingWriter(path, made, rank) as writer:
@@ -151,7 +159,8 @@ def write_sketched(path: Path, sizes: CompareSizes, *, noise: float) -> None:
         _repeat(path / event_format.rank_folder(rank), made, whole)
 
 
-def _manifest(sizes: CompareSizes) -> Manifest:
+def manifest_of(sizes: CompareSizes) -> Manifest:
+    """The manifest of the drawn steps."""
     specs = tuple(ParamSpec(name, shape, DTYPE) for name, shape in sizes.model.shapes.items())
     shapes = ModelShapes("llama", specs, sizes.model.units)
     return Manifest(
@@ -175,7 +184,9 @@ Piece = tuple[str, int, int, int]
 """Parameter, start, stop, and the parameter's elements."""
 
 
-def _pieces(made: Manifest, rank: int) -> list[tuple[str, list[Piece]]]:
+def pieces_of(made: Manifest, rank: int) -> list[tuple[str, list[Piece]]]:
+    """What a rank has of each unit."""
+
     def of(layout: Layout) -> list[Piece]:
         found = layout.pieces(made.mesh.coordinate(rank)[1])
         return [(piece.name, piece.param_start, piece.param_stop, made.params[piece.name].numel) for piece in found]

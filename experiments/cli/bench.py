@@ -1,4 +1,4 @@
-"""The commands `python -m experiments bench core|torch|state|recorder|compare|jax`."""
+"""The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -94,6 +94,20 @@ def bench_compare(
         raise typer.Exit(
             run_compare_bench(console, output=output, json_output=json, steps=steps, quick=quick, strict=strict)
         )
+
+
+@bench.command("scale")
+def bench_scale(
+    json: Json = None,
+    output: Output = None,
+    quick: Quick = False,
+    strict: Strict = False,
+) -> None:
+    """Simulate recording a model of eight billion parameters on 64 ranks: time and bytes of a rank, files, and a comparison."""
+    from experiments.bench.command import run_scale_bench
+
+    with exit_on_error():
+        raise typer.Exit(run_scale_bench(console, output=output, json_output=json, quick=quick, strict=strict))
 
 
 @bench.command("jax")
