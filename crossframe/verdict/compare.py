@@ -106,6 +106,8 @@ def compare(
     settings = differing_settings(a, b)
     if rule_of(a) is not None and rule_of(a) == rule_of(b):  # class names may differ
         settings = tuple(setting for setting in settings if setting.name != "optimizer")
+    if naming.note:  # two implementations of one model, which have names of their own
+        settings = tuple(setting for setting in settings if setting.name != "model")
     stated = tuple(setting.describe(names) for setting in settings)
     if reason := naming.problem or why_incomparable(a, b):
         reason, found = "; ".join((*stated, reason)), diagnose_untied(a, b) or diagnose_batches(a, b)

@@ -173,6 +173,8 @@ def test_two_models_agree_without_a_map(torch_run, tmp_path):
     found = compare(run, in_flax(tmp_path / "flax", initial))
     assert found.verdict is Verdict.ROUNDING, found.reason
     assert "parameters with other names were matched by their values" in found.notes[0]
+    # Two implementations have names of their own.
+    assert not [each for each in found.settings if each.startswith("model ")], found.settings
     names = {each.name for each in found.judged}
     assert {f"{use} of h.{i}.{name}" for i in range(LAYERS) for use in ("input", "output") for name in MODULES} <= names
     assert {"h.1.attn.qkv.weight", "exp_avg of h.0.ln_1.bias", "input of head", "output of the model"} <= names
