@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.errors import CrossframeError, UsageError
+from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
 from experiments.parallelism.cases import CLEAN, FAULTS, Fault
@@ -120,8 +120,8 @@ def _answer(case: Run | Fault, recordings: _Recordings) -> Answer:
     run = case.run if isinstance(case, Fault) else case
     try:
         found: dict[str, Any] = compare(recordings.of(run.on_one_device), recordings.of(run)).to_json()
-    except CrossframeError as error:
-        return Answer(case, "failed", str(error))
+    except Exception as error:  # one that fails is no reason not to go on with the others
+        return Answer(case, "failed", f"{type(error).__name__}: {error}")
     where, reason = found.get("first_divergence") or {}, found["reason"]
     axis = re.search(r"mesh axis '(\w+)'", reason)
     return Answer(
