@@ -1,4 +1,4 @@
-"""The interface of layouts: which piece of which parameter lies where."""
+"""The interface of layouts: which piece of which parameter lies where, and what padding is filled with (R05)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

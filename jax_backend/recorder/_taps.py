@@ -62,6 +62,9 @@ class Tap:
 
 
 GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
+"""The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules inside; of an
+optimizer's update the gradients that it gets and its state; of an application of updates the parameters before and after; of a
+module its input or output. `_patches.py` makes them."""
 ALWAYS = frozenset({"loss", "mini_step"})
 """Names of values that every program returns."""
 BY_REFERENCE = frozenset({"diff", "state_before", "before"})
