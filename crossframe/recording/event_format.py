@@ -17,7 +17,8 @@ A line is one JSON object. Its "event" is one of these:
 - "collective": `collective` is a `crossframe.trace.Event`.
 - "disagreement": the ranks that compute this replica together have other values of a tensor, which must be the same on all of
   them: `ranks` have others than the first one, along the mesh `axis`. `difference` is the largest
-  norm(other - first) / norm(first).
+  norm(other - first) / norm(first). In the phase FORWARD, `name` and `use` are those of an activation, or of the batch, the input
+  of "".
 - "step": the end of `step`, after all its other lines. `sha256` is that of its tensor file, "" if it has none. Optional fields:
   `rates`, the learning rate of each parameter group at this step; `counts`, one number for all "count" lines, or a list with one
   for each; and `as`, an earlier step whose lines of kind `STRUCTURE` are, but for the number of the step, those of this step,

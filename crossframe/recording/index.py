@@ -92,6 +92,7 @@ class Disagreement:
     """A tensor of which the ranks that compute one replica together must have the same values, and have not.
 
     Attributes:
+        name: the parameter; in forward the module, whose `use` is INPUT or OUTPUT, and "" for the batch.
         use: of tensors in that phase, or the entry of the optimizer state.
         difference: the largest norm(other - first) / norm(first).
         axis: the mesh axis along which the ranks lie.
@@ -280,7 +281,15 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
         case "norm":
             index.norms[step] = fields["value"]
         case "disagreement":
-            _check_param(fields, manifest, where)
+            if fields["phase"] in event_format.TENSOR_USES:
+                _check_param(fields, manifest, where)
+            elif fields["phase"] != event_format.FORWARD or fields["use"] not in (
+                event_format.INPUT,
+                event_format.OUTPUT,
+            ):
+                raise RecordingError(
+                    f"{where}: expected the phase of a tensor or an activation, got {quote(fields['phase'])}; record again"
+                )
             stated = ("step", "phase", "unit", "name", "use", "difference", "axis")
             found = Disagreement(**{name: fields[name] for name in stated}, ranks=tuple(fields["ranks"]))
             index.disagreements.append(found)

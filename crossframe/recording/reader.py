@@ -336,13 +336,22 @@ class Recording:
         return self._indexes[rank].norms.get(step)
 
     def disagreements(self, steps: int) -> list[Disagreement]:
-        """Tensors of the first `steps` steps that are not the same on all ranks that compute one replica together, in order."""
-        found: dict[tuple[int, int, str, str], Disagreement] = {}
-        phases = list(event_format.TENSOR_USES)
+        """Tensors of the first `steps` steps that are not the same on all ranks that compute one replica together, in causal
+        order: gradients as backward computes them."""
+        found: dict[tuple[int, str, str, str], Disagreement] = {}
         for each in (each for index in self._indexes for each in index.disagreements if each.step < steps):
-            key = (each.step, phases.index(each.phase), each.name, each.use)
+            key = (each.step, each.phase, each.name, each.use)
             found[key] = each.with_those_of(found[key]) if key in found else each
-        return [found[key] for key in sorted(found)]
+        params = list(self.manifest.params)
+        phases = [event_format.PARAMETERS, event_format.FORWARD, *event_format.TENSOR_USES]
+
+        def order(each: Disagreement) -> tuple[int, int, int]:
+            place = (
+                0 if each.phase == event_format.FORWARD else params.index(each.name)
+            )  # those of forward are in order
+            return each.step, phases.index(each.phase), -place if each.phase == event_format.REDUCE else place
+
+        return sorted(found.values(), key=order)
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
         """(microbatch, module, use) of the activations that every rank recorded at a step, in the order of rank 0's forward."""

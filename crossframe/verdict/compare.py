@@ -6,7 +6,7 @@ from dataclasses import replace
 from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
-from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
+from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
 from crossframe.verdict.diagnosis import (
@@ -163,9 +163,12 @@ def compare(
             first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
             verdict, reason = found.verdict, f"{found.reason}; {reason}"
             break
-    if (found := model_ranks_differ(pair)) is not None and not (verdict is Verdict.BUG and _before(where, found[0])):
-        where, verdict, reason = found[0], Verdict.BUG, f"{found[1]}; from the first of them alone: {reason}"
-        first = diagnosis = None
+    if (found := model_ranks_differ(pair)) is not None:
+        if verdict is Verdict.BUG and _before(where, found[0], b):
+            reason = f"{reason}; then, {found[1]}"
+        else:
+            where, verdict, reason = found[0], Verdict.BUG, f"{found[1]}; from the first of them alone: {reason}"
+            first = diagnosis = None
     if diagnosis is not None and where is not None and where.phase in (STATE, UPDATE):
         # A known rule with one change explains the numbers, so the class name is not the difference.
         named = [each for each in settings if each.name == "optimizer" and not {each.a, each.b} <= set(MOMENTS)]
@@ -227,10 +230,17 @@ _IMPLIED = {
 }
 
 
-def _before(where: Divergence | None, other: Divergence) -> bool:
-    """Whether a difference comes earlier in the causal order of steps and phases than another."""
-    phases = list(NOUNS)
-    return where is not None and (where.step, phases.index(where.phase)) < (other.step, phases.index(other.phase))
+def _before(where: Divergence | None, other: Divergence, recording: Recording) -> bool:
+    """Whether a difference comes earlier in the causal order of steps, phases and activations than another."""
+    return where is not None and _order(where, recording) < _order(other, recording)
+
+
+def _order(where: Divergence, recording: Recording) -> tuple[int, int, int]:
+    """The place in causal order: the batch is before all activations, and the loss after them."""
+    activations = recording.activations(where.step) if where.phase == FORWARD else []
+    uses = [(None, INPUT), *((module or None, use) for _, module, use in activations)]
+    at = (where.module, where.event)
+    return where.step, list(NOUNS).index(where.phase), uses.index(at) if at in uses else len(uses)
 
 
 def _acts(setting: Setting, verdict: Verdict) -> bool:

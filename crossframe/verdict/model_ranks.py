@@ -3,8 +3,15 @@
 Under tensor, sequence or expert parallelism these ranks gather what is divided, and hold what is replicated. Either way all of
 them have the same tensor. The recorder compares them and writes a line where they differ
 (`crossframe.recording.event_format`), since the recording itself has the values of the first of them alone.
+
+Parameters, reduced gradients and optimizer state that differ are a bug. A batch or an activation that differs is none by itself,
+since a program may add up later what a module gives. Before such a bug it is the place where it began.
 """
 
+import math
+
+from crossframe.recording import Recording
+from crossframe.recording.event_format import FORWARD, PARAMETERS
 from crossframe.recording.index import Disagreement
 from crossframe.verdict.divergence_text import NOUNS
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
@@ -20,14 +27,19 @@ def model_ranks_differ(pair: Pair) -> tuple[Divergence, str] | None:
     found = [
         {_key(each): each for each in recording.disagreements(steps) if _beyond(each, pair)} for recording in (a, b)
     ]
-    for own, other, label in zip(found, reversed(found), labels(a, b), strict=True):
-        for key, each in own.items():
-            if key not in other:
-                where = Divergence(
-                    each.step, each.phase, None, each.unit, each.name, None, None, "model_ranks", each.ranks
-                )
-                return where, _describe(each, label, bounds_for(pair.dtype).parameter)
+    for own, other, recording, label in zip(found, reversed(found), (a, b), labels(a, b), strict=True):
+        alone = [each for key, each in own.items() if key not in other]
+        if any(each.phase != FORWARD for each in alone):
+            return _place(alone[0], recording), _describe(alone[0], label, bounds_for(pair.dtype).parameter)
     return None
+
+
+def _place(each: Disagreement, recording: Recording) -> Divergence:
+    if each.phase == FORWARD:
+        unit = recording.manifest.maker(each.name, each.use)
+        module = each.name or None
+        return Divergence(each.step, each.phase, None, unit, None, None, None, each.use, each.ranks, module)
+    return Divergence(each.step, each.phase, None, each.unit, each.name, None, None, "model_ranks", each.ranks)
 
 
 def _key(each: Disagreement) -> tuple[int, str, str, str]:
@@ -39,9 +51,18 @@ def _beyond(each: Disagreement, pair: Pair) -> bool:
 
 
 def _describe(each: Disagreement, label: str, bound: float) -> str:
+    what, advice = (
+        f"the {NOUNS[each.phase]} of {each.name!r}",
+        "sum it over this axis, or give all of its ranks the same values",
+    )
+    if each.phase == PARAMETERS:
+        advice = "give all of its ranks the same values"
+    if each.phase == FORWARD:
+        what = f"the {each.use} of module {each.name!r}" if each.name else "the batch"
+        advice = "what all of its ranks hold must be the same" if each.name else "give all of its ranks the same batch"
+    size = f" by {each.difference:.1e} (bound {bound:.1e})" if math.isfinite(each.difference) else ""
     who = f"rank {each.ranks[0]}" if len(each.ranks) == 1 else f"ranks {', '.join(map(str, each.ranks))}"
     return (
-        f"at step {each.step} the {NOUNS[each.phase]} of {each.name!r} in {label} is not the same on all ranks that compute one "
-        f"replica: along the mesh axis {each.axis!r}, {who} differ{'s' if len(each.ranks) == 1 else ''} from the first by "
-        f"{each.difference:.1e} (bound {bound:.1e}); sum it over this axis, or give all of its ranks the same values"
+        f"at step {each.step} {what} in {label} is not the same on all ranks that compute one replica: along the mesh axis "
+        f"{each.axis!r}, {who} differ{'s' if len(each.ranks) == 1 else ''} from the first{size}; {advice}"
     )

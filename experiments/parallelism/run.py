@@ -123,7 +123,7 @@ def _answer(case: Run | Fault, recordings: _Recordings) -> Answer:
     except Exception as error:  # one that fails is no reason not to go on with the others
         return Answer(case, "failed", f"{type(error).__name__}: {error}")
     where, reason = found.get("first_divergence") or {}, found["reason"]
-    axis = re.search(r"mesh axis '(\w+)'", reason)
+    axis = re.search(r"mesh axis '(\w+)', ranks? ([\d, ]+) differ", reason)
     return Answer(
         case,
         found["verdict"],
@@ -131,7 +131,7 @@ def _answer(case: Run | Fault, recordings: _Recordings) -> Answer:
         place_of(found),
         where.get("step"),
         axis[1] if axis else "",
-        tuple(where.get("ranks", ())),
+        tuple(map(int, axis[2].split(","))) if axis else (),
     )
 
 

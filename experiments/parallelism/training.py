@@ -129,7 +129,7 @@ def train_rank(run: Run, directory: Path, environment: dict[str, str]) -> int:
             "gloo", store=store, rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
         )
     for number in range(run.num_perturbed_runs + 1):
-        _train(run, directory, perturbed_run=number)
+        train(run, directory, perturbed_run=number)
     if environment:
         dist.barrier()
         dist.destroy_process_group()
@@ -149,7 +149,8 @@ class _Parallel:
     tp_rank: int = 0
 
 
-def _train(run: Run, directory: Path, *, perturbed_run: int) -> None:
+def train(run: Run, directory: Path, *, perturbed_run: int) -> None:
+    """Record one training on this rank of the process group."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(rank if run.fault == "initial_values" else 0)
     model = Transformer(experts=run.experts, dropout=run.dropout).to(getattr(torch, run.dtype))

@@ -284,6 +284,8 @@ class Recorder(Sink, Listener):
             self._begun()
 
     def batch(self, tensors: list[Tensor]) -> None:
+        if self._watch.is_dense:
+            self._begun().batch(self._step, tensors)
         self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
 
     def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
-from crossframe.recording.event_format import COUNT, PARAMETERS, REDUCE, STATE, TENSOR_USES, UPDATE, activation_key
+from crossframe.recording.event_format import (
+    COUNT,
+    FORWARD,
+    INPUT,
+    PARAMETERS,
+    REDUCE,
+    STATE,
+    TENSOR_USES,
+    UPDATE,
+    activation_key,
+)
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Held, ModelView
@@ -60,14 +70,28 @@ class Keeper:
         """Record an unsharded parameter."""
         self.writer.unsharded(step, unit, {name: self._whole(name, value)})
 
+    def batch(self, step: int, tensors: Sequence[Tensor]) -> None:
+        """Record whether the model ranks are given other batches. The later stages of a pipeline are given none."""
+        view = self._view
+        if view.model_ranks is None or view.context is not None:
+            return
+        others = view.model_ranks.fed(tensors)
+        if others is not None and (view.pipeline is None or view.pipeline.is_first):
+            self.writer.disagreement(step, FORWARD, "", "", INPUT, others[0], view.model_ranks.axis, others[1])
+
     def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         """Record the input or output of a module, and the operator that computed it."""
         pipeline = self._view.pipeline
         if pipeline is not None and not module and not pipeline.is_of_model(use):
             return
         if (ranks := self._view.model_ranks) is not None:
-            context = self._view.context
-            gathered = ranks.whole(value, self._modules.get(module)) if context is None else context.whole(value)
+            context, others = self._view.context, None
+            if context is None:
+                gathered, others = ranks.whole(value, self._modules.get(module), use)
+            else:
+                gathered = context.whole(value)
+            if others is not None:
+                self.writer.disagreement(step, FORWARD, "", module, use, others[0], ranks.axis, others[1])
             if gathered is None:
                 return
             value = gathered
@@ -91,7 +115,7 @@ class Keeper:
         """
         writer = self.writer
         if writer.is_dense(step) and self._view.pipeline is None and self._view.context is None:
-            for unit, grads in watch.local_grads().items():
+            for unit, grads in self._of_replica(watch.local_grads()).items():
                 if loss_scale != 1.0:
                     grads = {name: grad / loss_scale for name, grad in grads.items()}
                 writer.local_grads(step, unit, {name: self._whole(name, grad) for name, grad in grads.items()})
@@ -118,6 +142,13 @@ class Keeper:
                 else:
                     writer.updated(step, unit, pieces)
         writer.counts(step, counts)
+
+    def _of_replica(self, grads: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Local gradients by unit; none if model ranks have other ones, which the loop may add up before the optimizer steps."""
+        if (ranks := self._view.model_ranks) is None:
+            return grads
+        whole = {unit: {name: full(grad) for name, grad in own.items()} for unit, own in grads.items()}
+        return whole if ranks.same({name: grad for own in whole.values() for name, grad in own.items()}) else {}
 
     def _by_unit(self) -> list[tuple[str, list[Held]]]:
         found: dict[str, list[Held]] = {}

@@ -175,9 +175,9 @@ def input_of(case: Case) -> Both | None:
 
 
 def of_both(case: Case, at: At) -> Both | None:
-    """An activation on both sides."""
+    """An activation on both sides; None if their shapes differ, for then no layer takes both."""
     found = [case.activation(recording, case.step, at) for recording in (case.right, case.wrong)]
-    if found[0] is None or found[1] is None:
+    if found[0] is None or found[1] is None or found[0].shape != found[1].shape:
         return None
     return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
 

@@ -1,10 +1,13 @@
-"""`python -m experiments parallelism`: its cases and its command line. Programs of these kinds are recorded in tests/on_torch."""
+"""`python -m experiments parallelism`: its cases and its command line, and layers that are divided by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
 from experiments.cli.commands import app
 from experiments.parallelism import model, training
 from experiments.parallelism.cases import CLEAN, FAULTS
@@ -20,6 +23,46 @@ def test_a_fault_is_in_the_program(fault):
 def test_each_form_of_a_fault_has_a_clean_pair():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.run.form for fault in FAULTS} <= {run.form for run in CLEAN}
+
+
+def train(rank: int, world_size: int, run: training.Run, directory: Path) -> None:
+    training.train(run, directory, perturbed_run=0)
+
+
+@pytest.fixture
+def recorded(ranks, tmp_path):
+    def record(run: training.Run) -> Recording:
+        directory = tmp_path / (run.fault or run.form)
+        ranks.run(training.FORMS[run.form].num_ranks, train, run, directory)
+        return Recording.open(directory)
+
+    return record
+
+
+@pytest.mark.parametrize("form", ["tp", "sp"])
+def test_activations_of_layers_that_are_divided_by_hand_are_whole(recorded, form):
+    one, divided = recorded(training.Run()), recorded(training.Run(form))
+    found = compare(one, divided)
+    assert found.verdict is Verdict.ROUNDING and found.notes == (), found
+    linear = ("layers.1.attention.query", "layers.1.attention.out")
+    assert {(0, name, use) for name in linear for use in ("input", "output")} <= {*divided.activations(0)}
+
+
+@pytest.mark.parametrize(
+    ("run", "phase", "module", "text"),
+    [
+        (training.Run("tp", fault="row_not_reduced"), "forward", "layers.1.attention_norm", "the input of module"),
+        (training.Run("tp", fault="tp_batches"), "forward", None, "the batch in"),
+        (training.Run("sp", fault="norm_gradients"), "reduce", None, "the reduced gradient of"),
+    ],
+    ids=lambda value: value.fault if isinstance(value, training.Run) else "",
+)
+def test_the_place_where_model_ranks_part_is_named(recorded, run, phase, module, text):
+    found = compare(recorded(replace(run, form="one", fault="")), recorded(run))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None, found
+    assert (where.step, where.phase, where.module) == (0, phase, module), found
+    assert f"at step 0 {text}" in found.reason and "mesh axis 'tp', rank 1 differs" in found.reason
 
 
 def test_an_unknown_case_exits_with_2():

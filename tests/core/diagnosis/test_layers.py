@@ -105,6 +105,7 @@ class Run:
     exchanged: bool = False
     epsilon: float = 1e-5
     runs_first: int = 0
+    recorded: int = WIDTH  # so many features of the norms' inputs
     head: bool = False  # the embedding is also the head; gradients of projections are sums of their inputs
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
@@ -162,7 +163,8 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                 x = tok + p["pos.weight"][run.shift : run.shift + LENGTH]
                 for i in (run.runs_first, 1 - run.runs_first):
                     at, of = f"blocks.{i}", f"blocks.{run.order[i]}"
-                    x = tell(f"{at}.norm", "input", x)
+                    given = tell(f"{at}.norm", "input", x[..., : run.recorded])
+                    x = given if run.recorded == WIDTH else x
                     h = rms(cast(x, run.norms_in) if run.norms_in else x, run.counted, run.layer_norm, run.epsilon)
                     h = cast(h, run.norms_in) if run.norms_in else h
                     h = tell(f"{at}.norm", "output", h * p[f"{of}.norm.weight"], run.norms_in is not None)
@@ -376,6 +378,13 @@ def test_a_wide_bound_explains_no_layer() -> None:
     scaled = normed * (0.6 + 0.05 * drawn("scales", 8))
     sides = Contrast.of(normed, scaled, 0.2 * norm(normed))
     assert norm_epsilons(sides, (q, q), np.ones(8), None, 2.0**-9) is None
+
+
+def test_an_input_of_another_shape_explains_no_layer(tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", RIGHT), record(tmp_path / "b", Run(epsilon=1e-2, recorded=WIDTH // 2))
+    found = compare(a, b)
+    assert found.verdict is Verdict.BUG and found.parted is not None
+    assert found.parted.name == "output of blocks.0.norm" and "has shape" in found.notes[0]
 
 
 @pytest.mark.parametrize("by_sample", [False, True])

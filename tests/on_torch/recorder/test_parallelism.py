@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ def train(
     *,
     sequence: bool = False,
     skips_reduction: bool = False,
+    sums_late: bool = False,
     damped: bool = False,
     clip: bool = False,
     perturbed_run: int | None = None,
@@ -97,6 +99,9 @@ def train(
             package.fully_shard(model, mesh=mesh["dp"])
     if damped:
         model.blocks[1].register_forward_hook(lambda module, args, output: output * 0.999)
+    weight = model.blocks[1].norm.weight
+    if sums_late:
+        weight.register_hook(lambda grad: grad * (0.25 if rank % 2 else 0.75))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     options = {"every": 1, "dense": 1, "detail": detail, "perturbed_run": perturbed_run}
     with Recorder(directory, model=model, optimizer=optimizer, name="net", **options) as recorder:
@@ -107,6 +112,8 @@ def train(
             loss.backward()
             if skips_reduction and rank % 2 == 1:  # such a rank has a gradient of its own
                 model.blocks[1].norm.weight.grad.mul_(1.25)
+            if sums_late:
+                dist.all_reduce(weight.grad)
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -163,6 +170,13 @@ def test_a_gradient_that_is_not_the_same_on_all_model_ranks_is_a_bug_on_its_axis
     assert "from the first by 2.5e-01" in found.reason
     # What both runs share is no difference between them.
     assert compare(recording, recording).verdict is Verdict.EQUAL
+
+
+def test_gradients_that_are_summed_after_backward_are_compared_as_sums(ranks, tmp_path, alone):
+    directory = str(tmp_path / "run")
+    ranks.run(2, partial(train, sums_late=True), "tp", directory)
+    found = compare(alone, Recording.open(directory))
+    assert found.verdict in FINE, found
 
 
 def test_the_norm_is_that_of_all_ranks(ranks, tmp_path):
