@@ -456,7 +456,7 @@ def test_R17_where_one_rank_raises_alone_no_rank_goes_on_with_a_wrong_step(fragi
 
 def _all_reduce(group, unit="u"):
     tensor = torch.ones(2)
-    issue(dist.all_reduce, tensor, group=group, kind="all_reduce", unit=unit, phase="backward").wait()
+    issue(dist.all_reduce, tensor, group=group, spans=True, kind="all_reduce", unit=unit, phase="backward").wait()
     return tensor.tolist()
 
 
@@ -536,7 +536,7 @@ def _left_behind(rank, world_size):
     # Rank 0 leaves after one collective, to which rank 2 comes late: it is not what the others wait for in vain.
     if rank == 2:
         wait_until_looked(group, [0, 1])
-    work = issue(dist.all_reduce, torch.ones(1), group=group, kind="all_reduce", unit="u", phase="backward")
+    work = issue(dist.all_reduce, torch.ones(1), group=group, spans=True, kind="all_reduce", unit="u", phase="backward")
     if rank == 0:
         abandon([group], "Boom")
     with announced(group):
@@ -574,7 +574,7 @@ def _out_of_memory(rank, world_size):
         raise torch.OutOfMemoryError("no memory")
 
     try:
-        issue(fails, torch.ones(1), group=dist.group.WORLD, kind="all_gather", unit="u", phase="forward")
+        issue(fails, torch.ones(1), group=dist.group.WORLD, spans=True, kind="all_gather", unit="u", phase="forward")
     except torch.OutOfMemoryError as error:
         return not isinstance(error, CollectiveError)
 
@@ -596,7 +596,13 @@ class _TimedOut:
 def _timed_out(rank, world_size):
     group = dist.new_group(range(world_size))
     pending = issue(
-        lambda *_, **__: _TimedOut(), torch.ones(1), group=group, kind="all_gather", unit="blocks.3", phase="forward"
+        lambda *_, **__: _TimedOut(),
+        torch.ones(1),
+        group=group,
+        spans=True,
+        kind="all_gather",
+        unit="blocks.3",
+        phase="forward",
     )
     return message_of(pending.wait)
 
@@ -614,10 +620,16 @@ def _broken(rank, world_size):
     group = dist.new_group(range(world_size))
     if rank == 0:
         failed = issue(
-            lambda *_, **__: _TimedOut(), torch.ones(1), group=group, kind="all_gather", unit="u", phase="forward"
+            lambda *_, **__: _TimedOut(),
+            torch.ones(1),
+            group=group,
+            spans=True,
+            kind="all_gather",
+            unit="u",
+            phase="forward",
         )
         return message_of(failed.wait)
-    work = issue(dist.all_reduce, torch.ones(1), group=group, kind="all_reduce", unit="v", phase="backward")
+    work = issue(dist.all_reduce, torch.ones(1), group=group, spans=True, kind="all_reduce", unit="v", phase="backward")
     if rank == 1:
         with impatient():
             return message_of(work.wait)
