@@ -85,12 +85,19 @@ def unique_state(model: Any) -> dict[str, Any]:
     return dict(model.named_parameters()) | {name: value for name, value in model.named_buffers() if name in kept}
 
 
+def write_converted(given: argparse.Namespace, convert: Callable[[Arrays], Arrays]) -> None:
+    """Write the values of side b for the file `--convert` of side a."""
+    found = convert(load_file(given.convert))
+    # safetensors writes the memory of an array as it lies: that of a transposed one would be read in another order.
+    save_file({name: np.array(value, order="C") for name, value in found.items()}, given.values / "b.safetensors")
+
+
 def load_converted(given: argparse.Namespace, model: Any, convert: Callable[[Arrays], Arrays]) -> None:
     """Give a torch model of side b the values of side a."""
     import torch
 
     if given.convert:
-        save_file(convert(load_file(given.convert)), given.values / "b.safetensors")
+        write_converted(given, convert)
         sys.exit()
     values = convert(load_file(given.values / "a.safetensors"))
     own = unique_state(model)
@@ -173,10 +180,7 @@ def train_jax(
     from jax_backend import Recorder, apply_updates, make_mesh, per_rank, shard, sharded_optimizer
 
     if given.convert:
-        save_file(
-            {name: np.array(value) for name, value in convert(load_file(given.convert)).items()},
-            given.values / "b.safetensors",
-        )
+        write_converted(given, convert)
         return
     params = filled(params, convert(load_file(given.values / "a.safetensors")))
     mesh = make_mesh(MeshSpec(shard=1))

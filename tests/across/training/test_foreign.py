@@ -1,11 +1,14 @@
 """The foreign pairs are whole, and a map is judged by the elements of every parameter."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from crossframe.param_map import MapEntry, ParamMap
 from experiments.foreign.run import HERE, judge_map, pairs_of
+from experiments.foreign.shared import write_converted
 
 
 def test_foreign_pairs_are_whole():
@@ -39,3 +42,11 @@ def test_a_map_is_judged_by_elements(tmp_path):
         "wrong": ["fc.kernel"],
     }
     assert judge_map(tmp_path / "none.json", numbers, expected)["undecided"] == list(expected)
+
+
+def test_converted_arrays_are_written_in_the_order_of_their_dims(tmp_path):
+    weight = np.arange(6.0).reshape(2, 3)
+    save_file({"fc.weight": weight}, tmp_path / "numbers.safetensors")
+    given = Namespace(convert=tmp_path / "numbers.safetensors", values=tmp_path)
+    write_converted(given, lambda arrays: {"fc.kernel": arrays["fc.weight"].T})
+    assert np.array_equal(load_file(tmp_path / "b.safetensors")["fc.kernel"], weight.T)
