@@ -1,13 +1,15 @@
 """Alignment: which parameter of one model is which parameter of another, and which module which, derived from their values."""
 
-from crossframe.alignment.align import GRADIENTS, MODULES, SIMILAR, VALUES, Alignment, Undecided, align
+from crossframe.alignment.align import GRADIENTS, MODULES, NAMES, SIMILAR, USE, VALUES, Alignment, Undecided, align
 from crossframe.alignment.complete import complete, unlike_other_layers
 from crossframe.alignment.modules import match_activations
 
 __all__ = [
     "GRADIENTS",
     "MODULES",
+    "NAMES",
     "SIMILAR",
+    "USE",
     "VALUES",
     "Alignment",
     "Undecided",

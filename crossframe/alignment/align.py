@@ -5,13 +5,14 @@ its module (`crossframe.alignment.stacks`). A parameter whose elements are those
 found (`solve`) and checked on all elements. An array whose rows are the slices of several others is these joined, and one
 whose first rows are another is this one padded (`crossframe.alignment.portions`). Parameters with one value, such as the zeros of
 biases, are told apart by their gradients, if there are any, and by the module that they belong to, as far as its other parameters
-are aligned.
+are aligned. Where a fault may have changed the gradients, the order in which modules are used tells them apart too, then similar
+gradients, then equal names.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from crossframe.param_map import MapEntry, ParamMap
 from crossframe.rearrange import Rearrangement
 
 Arrays = Mapping[str, np.ndarray]
-VALUES, GRADIENTS, MODULES, SIMILAR = "values", "gradients", "modules", "similar"
+VALUES, GRADIENTS, MODULES, USE, SIMILAR, NAMES = "values", "gradients", "modules", "use", "similar", "names"
 _NEAR, _FAR = 0.01, 0.5
 """Gradients of one parameter differ by rounding, those of two by about their norms. Relative distances below the first one and
 above the second one decide."""
@@ -55,7 +56,8 @@ class Alignment:
 
     Attributes:
         param_map: the decided ones, in the order of the first model.
-        evidence: what decided each, by name: VALUES, GRADIENTS or MODULES, or SIMILAR gradients.
+        evidence: what decided each, by name: VALUES, GRADIENTS or MODULES; where a fault may be, also the order of USE, SIMILAR
+            gradients, or equal NAMES in corresponding modules.
         undecided: the others.
     """
 
@@ -75,7 +77,12 @@ class Alignment:
 
 
 def align(
-    first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays] | None = None, *, may_differ: bool = False
+    first: Arrays,
+    second: Arrays,
+    gradients: tuple[Arrays, Arrays] | None = None,
+    *,
+    may_differ: bool = False,
+    uses: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> Alignment:
     """Find the parameters of the second model for each of the first one.
 
@@ -83,8 +90,9 @@ def align(
         first: initial values by canonical name.
         second: initial values by path.
         gradients: those of the first step, for parameters whose values are all equal; parameters may be missing.
-        may_differ: whether a fault may have changed the gradients. Parameters that they do not tell apart are then those whose
-            gradients are the most similar.
+        may_differ: whether a fault may have changed the gradients. Parameters that they do not tell apart are then those that are
+            used after the same ones, whose gradients are the most similar, or that have equal names in corresponding modules.
+        uses: the modules of both models in the order in which they are first used, as far as it is known.
 
     If the dtypes of parameters differ, all are compared in the coarsest one.
 
@@ -95,16 +103,25 @@ def align(
         raise MappingError("expected parameters in both models")
     dtype = coarser(*(array.dtype.name for side in (first, second) for array in side.values()))
     one, other = ({n: v.astype(numpy_dtype(dtype), copy=False) for n, v in side.items()} for side in (first, second))
-    return _Aligner(one, other, gradients or ({}, {}), may_differ=may_differ).align()
+    return _Aligner(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses).align()
 
 
 class _Aligner:
-    def __init__(self, first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays], *, may_differ: bool) -> None:
+    def __init__(
+        self,
+        first: Arrays,
+        second: Arrays,
+        gradients: tuple[Arrays, Arrays],
+        *,
+        may_differ: bool,
+        uses: tuple[Sequence[str], Sequence[str]],
+    ) -> None:
         self._first, self._second, self._gradients, self._may_differ = first, second, gradients, may_differ
         self._entries: dict[str, MapEntry] = {}
         self._evidence: dict[str, str] = {}
         self._owners: dict[str, tuple[str, ...]] = {}
         self._undecided: list[Undecided] = []
+        self._places = tuple({module: place for place, module in enumerate(modules)} for modules in uses)
         self._known: dict[tuple[int, str], dict[tuple[int, ...], np.ndarray]] = {}
         self._slices: dict[str, Slice] = {}
         self._open_varied: tuple[list[str], ...] = ()  # parameters with several values that have no counterpart
@@ -112,9 +129,10 @@ class _Aligner:
     def align(self) -> Alignment:
         self._unstack()
         groups = self._groups()
-        for names, paths in groups:
-            if len(names) == len(paths) == 1:
-                self._pair(names[0], paths[0], VALUES)
+        for varies in (True, False):  # the weights of a module decide about the order of its biases
+            for names, paths in groups:
+                if len(names) == len(paths) == 1 and _varies(self._first[names[0]]) == varies:
+                    self._pair(names[0], paths[0], VALUES)
         self._join()
         self._open_varied = tuple(
             [each for each in names if _varies(side[each])]
@@ -131,7 +149,8 @@ class _Aligner:
                 decided |= self._split_bias(path)
             decided = decided or any(self._pair_last(names, paths) for names, paths in groups)
             if self._may_differ:
-                decided = decided or any(self._pair_similar(names, paths) for names, paths in groups)
+                for pair in (self._pair_by_use, self._pair_similar, self._pair_by_names):
+                    decided = decided or any(pair(names, paths) for names, paths in groups)
         self._report_open()
         entries = tuple(self._stated(self._entries[name]) for name in self._first if name in self._entries)
         return Alignment(ParamMap(entries), self._evidence, tuple(self._undecided))
@@ -204,12 +223,14 @@ class _Aligner:
         return found is not None
 
     def _rearrangement(self, name: str, path: str) -> Rearrangement | None:
-        """That of the values. If these fit several: the one that the gradients fit, or that joins dims as another parameter of
-        the same module does."""
+        """That of the values. If these fit several: the one that the gradients fit, or that joins or permutes dims as another
+        parameter of the same module does."""
         array, other = self._first[name], self._second[path]
         found = solve(array, other)
-        if found is None or (array != array.flat[0]).any() or _num_wide(array.shape) == _num_wide(other.shape) == 1:
+        if found is None or _varies(array):
             return found
+        if _num_wide(array.shape) == _num_wide(other.shape) == 1:
+            return self._order_of_bias(name, path, found)
         fits = list(rearrangements(array.shape, other.shape))
         if len(fits) == 1:
             return found
@@ -220,6 +241,30 @@ class _Aligner:
         known = self._joins_in_module(name)
         alike = [each for each in fits if (joins := each.joins(other.shape)) and joins <= known]
         return alike[0] if len(alike) == 1 else None
+
+    def _order_of_bias(self, name: str, path: str, unchanged: Rearrangement) -> Rearrangement | None:
+        """That of an array with one value and one wide dim, which is permuted as the weights of its module are; None if these
+        have several such dims, and gradients do not tell which one it belongs to."""
+        places = np.arange(self._second[path].size).reshape(self._second[path].shape)
+        fits: dict[bytes, Rearrangement] = {}  # by the order of elements that they give
+        for entry in self._entries.values():
+            is_sibling = _module_of(entry.name) == _module_of(name) and _module_of(entry.paths[0]) == _module_of(path)
+            if not is_sibling or len(entry.paths) > 1 or entry.selects or entry.pads:
+                continue
+            weight = self._first[entry.name]
+            pattern = entry.pattern or Rearrangement.transposing(tuple(range(weight.ndim))).text
+            for dim, size in enumerate(weight.shape):
+                text = bias_text(pattern, places.ndim, dim=dim, after=True) if size == places.size else None
+                if text is not None and self._fits_shape(MapEntry(name, path, text)):
+                    form = Rearrangement(text)
+                    fits.setdefault(form(places).tobytes(), form)
+        same = unchanged(places).tobytes()
+        if fits.keys() <= {same}:
+            return unchanged
+        if len(fits) == 1:
+            return next(iter(fits.values()))
+        near = [form for form in fits.values() if self._distance(name, path, form) < _NEAR]
+        return near[0] if len(near) == 1 else None
 
     def _joins_in_module(self, name: str) -> set[tuple[tuple[int, int], ...]]:
         """How other parameters of a module join dims."""
@@ -417,17 +462,20 @@ class _Aligner:
 
     def _fits(self, entry: MapEntry) -> bool:
         """Whether shapes fit, and gradients, if there are any."""
-        try:
-            shape = entry.canonical_shape(*(self._second[path].shape for path in entry.paths))
-        except MappingError:
-            return False
         name, (ours, theirs) = entry.name, self._gradients
-        if shape != self._first[name].shape:
+        if not self._fits_shape(entry):
             return False
         if self._may_differ or name not in ours or not theirs.keys() >= set(entry.paths):
             return True
         made = entry.to_canonical(*(theirs[path] for path in entry.paths))
         return not _relative_distance(ours[name], made) > _NEAR
+
+    def _fits_shape(self, entry: MapEntry) -> bool:
+        try:
+            shape = entry.canonical_shape(*(self._second[path].shape for path in entry.paths))
+        except MappingError:
+            return False
+        return shape == self._first[entry.name].shape
 
     # Parameters with the same values as others
 
@@ -471,6 +519,68 @@ class _Aligner:
             if apart[i, j] < _FAR and apart[i, j] < _FAR * others.min(initial=2.0):
                 decided |= self._pair(name, paths[j], SIMILAR)
         return decided
+
+    def _pair_by_use(self, names: Sequence[str], paths: Sequence[str]) -> bool:
+        """Add the parameters whose modules are used after the same aligned ones, if there is one of them in each model; whether
+        there was one.
+
+        A fault changes values, but seldom the order in which modules are used.
+        """
+        ours, theirs = (
+            {each: place for each in group if (place := self._places[i].get(_module_of(each))) is not None}
+            for i, group in enumerate((names, paths))
+        )
+        known: list[tuple[str, int, int]] = []
+        for name, entry in self._entries.items():
+            own = self._places[0].get(_module_of(name))
+            others = [self._places[1].get(_module_of(path)) for path in entry.paths]
+            if own is not None and None not in others:
+                known.append((name, own, min(place for place in others if place is not None)))
+        before = [
+            {
+                each: [name for name, *places in sorted(known, key=lambda row: row[i + 1]) if places[i] < place]
+                for each, place in side.items()
+                if each not in (self._entries, self._owners)[i]
+            }
+            for i, side in enumerate((ours, theirs))
+        ]
+        decided = False
+        for name, earlier in before[0].items():
+            alike = [
+                [each for each, other in side.items() if set(other) == set(earlier) and other[-1:] == earlier[-1:]]
+                for side in before
+            ]
+            if earlier and len(alike[0]) == len(alike[1]) == 1:
+                decided |= self._pair(name, alike[1][0], USE)
+        return decided
+
+    def _pair_by_names(self, names: Sequence[str], paths: Sequence[str]) -> bool:
+        """Add the parameters that have the same name in modules that enclose the same aligned parameters; whether there was
+        one."""
+        names = [name for name in names if name not in self._entries]
+        paths = [path for path in paths if path not in self._owners]
+        inside = [
+            [(each, module) for each in group if (module := self._enclosing_known(each, known)) is not None]
+            for group, known in ((names, self._entries), (paths, self._owners))
+        ]
+        decided = False
+        for name, module in inside[0]:
+            known = {each for each in self._entries if _is_in(each, module)}
+            own = _first_part(name, module)
+            twice = [each for each, other in inside[0] if other == module and _first_part(each, other) == own]
+            there = [
+                path
+                for path, other in inside[1]
+                if _first_part(path, other) == own
+                and {each for p in self._owners if _is_in(p, other) for each in self._owners[p]} == known
+            ]
+            if len(twice) == len(there) == 1:
+                decided |= self._pair(name, there[0], NAMES)
+        return decided
+
+    def _enclosing_known(self, name: str, known: Iterable[str]) -> str | None:
+        """The innermost module that encloses a parameter and an aligned one."""
+        return next((module for module in _enclosing(name) if any(_is_in(each, module) for each in known)), None)
 
     def _is_near(self, name: str, path: str) -> bool:
         array, other = self._first[name], self._second[path]
@@ -571,6 +681,15 @@ def _is_padded(rows: Rows) -> bool:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _first_part(name: str, module: str) -> str:
+    """What a module calls the parameter, or the module that encloses it.
+
+    >>> _first_part("layers.0.norm.weight", "layers.0")
+    'norm'
+    """
+    return name[len(module) + 1 :].partition(".")[0]
 
 
 def _is_in(name: str, module: str) -> bool:

@@ -2,10 +2,11 @@
 
 Modules that enclose the same parameters are one module, whatever their values: a fault does not hide them. Modules without
 parameters are matched by the values of their inputs and outputs, in the order of computation; those after a fault, whose values
-differ, by equal names, by what was matched in other layers, or by their place between modules that are matched. Single inputs and
-outputs whose values agree are matched last, for instance that of a projection with the inputs of the three that it joins. Dims
-may be transposed, joined or split. Their order is that under which the values agree; without one, that of other activations of
-the same shapes.
+differ, by equal names, by what was matched in other layers, or by their place between modules that are matched. Modules that
+enclose different parameters are matched only if both their inputs and their outputs agree. Single inputs and outputs whose values
+agree are matched last, for instance that of a projection with the inputs of the three that it joins. Dims may be transposed,
+joined or split, and features permuted as the weights are. Their order is that under which the values agree; without one, that of
+the weights, or of other activations of the same shapes.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from crossframe.alignment.portions import features_text
 from crossframe.alignment.solve import rearrangements
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.param_map import ParamMap
@@ -27,6 +29,8 @@ T = TypeVar("T")
 _ROUNDINGS, _NEAR = 8, 1e-4
 """Activations are near if their relative distance is at most this many roundings, or `_NEAR`: more than the rounding of a part in
 float32, and is far below the distance of the inputs of two layers. Nothing is judged by it."""
+_FAR = 0.5
+"""Values of two things differ by about their norms, which is more than this relative distance."""
 _LEAST_VALUES = 4
 """Activations with fewer distinct values, such as zeros and masks, are not matched by them."""
 _SAMPLED = 1 << 12
@@ -80,6 +84,14 @@ class _Side:
 
     def shape(self, of: Of) -> tuple[int, ...]:
         return self._recording.activation_shape(self._step, 0, 0, *of)
+
+    @property
+    def loss(self) -> float:
+        """The mean over ranks at the step; NaN if there is none."""
+        return float(np.mean(self._recording.losses()[self._step]))
+
+    def param_shape(self, name: str) -> tuple[int, ...]:
+        return self._recording.manifest.params[name].shape
 
     def array(self, of: Of) -> np.ndarray | None:
         """The values of an activation in float64; None if they are a sketch or not finite."""
@@ -152,7 +164,14 @@ class _Matcher:
         if not self._alike(module, other):
             return 0
         agree = sum(self._agree((module, use), (other, use)) for use in (INPUT, OUTPUT))
-        return (0, 1, 3)[agree]
+        return (0, int(self._may_enclose_same(module, other)), 3)[agree]
+
+    def _may_enclose_same(self, module: str, other: str) -> bool:
+        """Whether two modules enclose the same parameters, or portions of them."""
+        ours = {path for entry in self._map.entries if _is_in(entry.name, module) for path in entry.paths}
+        theirs = {path for path in self._map.by_path if _is_in(path, other)}
+        is_portion = bool(ours & theirs) and not self._paths_in(module)
+        return ours == theirs or is_portion
 
     def _alike(self, module: str, other: str) -> bool:
         """Whether the inputs and outputs of two modules have equally many elements."""
@@ -207,8 +226,11 @@ class _Matcher:
         theirs = _gaps(self._second.modules, back, others)
         for place, inside in ours.items():
             there = theirs.get(place, [])
-            if any(place) and len(inside) == len(there) and all(map(self._alike, inside, there)):
+            if any(place) and len(inside) == len(there) and all(map(self._could_be_one, inside, there)):
                 self._pairs |= zip(inside, there, strict=True)
+
+    def _could_be_one(self, module: str, other: str) -> bool:
+        return self._alike(module, other) and self._may_enclose_same(module, other)
 
     # Activations
 
@@ -222,14 +244,20 @@ class _Matcher:
         pairs += self._others({ours for ours, _ in pairs}, {theirs for _, theirs in pairs})
         forms = {pair: self._nearest(*pair) for pair in pairs}
         known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Rearrangement]] = {}
+        known_by_kind: dict[tuple[object, ...], list[Rearrangement]] = {}
         for (ours, theirs), form in forms.items():
             if form is not None:
-                known.setdefault((self._first.shape(ours), self._second.shape(theirs)), []).append(form)
+                shapes = self._first.shape(ours), self._second.shape(theirs)
+                known.setdefault(shapes, []).append(form)
+                known_by_kind.setdefault((*shapes, _kind(ours[0]), ours[1]), []).append(form)
         found = {}
         for (ours, theirs), form in forms.items():
             shapes = self._first.shape(ours), self._second.shape(theirs)
             if form is None and np.prod(shapes[0]) == np.prod(shapes[1]):
-                form = self._likeliest(shapes, known.get(shapes, []))
+                of_kind = known_by_kind.get((*shapes, _kind(ours[0]), ours[1]), [])
+                form = self._likeliest(ours, theirs, of_kind or known.get(shapes, []), agreed=bool(of_kind))
+                if form is not None and self._is_without_effect(ours, theirs, form, forms):
+                    continue
             if form is None:  # another number of elements, or no rearrangement
                 continue
             found[ours] = (theirs, None if shapes[0] == shapes[1] and form.is_identity else form)
@@ -254,16 +282,66 @@ class _Matcher:
         a, b = self._first.array(ours), self._second.array(theirs)
         if a is None or b is None or a.size != b.size:
             return None
-        near = (form for form in _forms(a.shape, b.shape) if np.linalg.norm(a - form(b)) <= self._near * sums.norm)
-        return next(near, None)
+        forms = itertools.chain(_forms(a.shape, b.shape), self._forms_of_weights(ours, theirs))
+        return next((form for form in forms if np.linalg.norm(a - form(b)) <= self._near * sums.norm), None)
 
-    def _likeliest(
-        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], known: Sequence[Rearrangement]
-    ) -> Rearrangement | None:
-        """The rearrangement of values that differ: that of most activations of the same shapes, or none if shapes are equal."""
+    def _forms_of_weights(self, ours: Of, theirs: Of) -> list[Rearrangement]:
+        """The rearrangements of features that the weights of two modules have: those with other orders of heads have other orders
+        of features too."""
+        shape, other = self._first.shape(ours), self._second.shape(theirs)
+        found: dict[str, Rearrangement] = {}
+        for entry in self._map.entries:
+            is_own = (
+                entry.name.rpartition(".")[0] == ours[0]
+                and entry.path == f"{theirs[0]}.{entry.paths[0].rpartition('.')[2]}"
+            )
+            if not is_own or entry.pattern is None or entry.selects or entry.pads:
+                continue
+            weight = self._second.param_shape(entry.paths[0])
+            for dim, size in enumerate(entry.canonical_shape(weight)):
+                text = features_text(entry.pattern, weight, dim=dim, num_dims=len(shape)) if size == shape[-1] else None
+                if text is not None and (form := Rearrangement(text)).fits(other) and form.shape(other) == shape:
+                    found[text] = form
+        return list(found.values())
+
+    def _is_without_effect(
+        self, ours: Of, theirs: Of, form: Rearrangement, forms: Mapping[tuple[Of, Of], object]
+    ) -> bool:
+        """Whether values are as different as those of two things, but the output of a module around them and the loss agree: then
+        they are two things, such as what two implementations compute before and after a residual."""
+        losses = self._first.loss, self._second.loss
+        if not abs(losses[0] - losses[1]) <= _NEAR * abs(losses[0]):
+            return False
+        a, b = self._first.array(ours), self._second.array(theirs)
+        if a is None or b is None or np.linalg.norm(a - form(b)) < _FAR * np.linalg.norm(a):
+            return False
+        around = (
+            (x, y)
+            for (x, y), agreed in forms.items()
+            if agreed is not None and x[1] == y[1] == OUTPUT and x != ours
+            if _is_in(ours[0], x[0]) and _is_in(theirs[0], y[0])
+        )
+        return any(self._distance(*pair) <= _NEAR for pair in around)
+
+    def _distance(self, ours: Of, theirs: Of) -> float:
+        """The relative distance of two activations that agree."""
+        a, b, form = self._first.array(ours), self._second.array(theirs), self._nearest(ours, theirs)
+        assert a is not None and b is not None and form is not None
+        return float(np.linalg.norm(a - form(b)) / np.linalg.norm(a))
+
+    def _likeliest(self, ours: Of, theirs: Of, known: Sequence[Rearrangement], *, agreed: bool) -> Rearrangement | None:
+        """The rearrangement of values that differ: that of most activations of the same shapes, or none if shapes are equal.
+
+        Args:
+            known: rearrangements under which other activations agree.
+            agreed: whether these are the same activation of other layers; else the weights come first.
+        """
+        of_weights = [] if agreed else self._forms_of_weights(ours, theirs)
+        if of_weights and ours[1] == OUTPUT:
+            return of_weights[0]
         if known:
             return max(known, key=known.count)
-        return next(iter(_forms(*shapes)), None)
+        return next(iter(_forms(self._first.shape(ours), self._second.shape(theirs))), None)
 
 
 def _common_subsequence(ours: Sequence[T], theirs: Sequence[T], score: Callable[[T, T], int]) -> list[tuple[T, T]]:

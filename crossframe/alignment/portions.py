@@ -199,6 +199,31 @@ def bias_text(pattern: str, num_dims: int, *, dim: int, after: bool) -> str | No
     return f"{' '.join(left)} -> {' '.join(right)}"
 
 
+def features_text(pattern: str, shape: tuple[int, ...], *, dim: int, num_dims: int) -> str | None:
+    """The pattern of activations whose features are one dim of a weight, from the pattern of the weight.
+
+    Args:
+        pattern, shape: of the array of the weight.
+        dim: of the weight, after the rearrangement.
+        num_dims: of the activations after it.
+
+    Returns:
+        None if the dim has only some axes of a dim before it.
+
+    >>> features_text("(h c=2 w=4) i -> (c h w) i", (24, 5), dim=0, num_dims=3)
+    'a b (h=3 c=2 w=4) -> a b (c h w)'
+    """
+    form = Rearrangement(pattern)
+    wanted, sizes = form.right[dim], form.sizes(shape)
+    dims = [names for names in form.left if set(names) & set(wanted)]
+    if not wanted or sorted(name for names in dims for name in names) != sorted(wanted):
+        return None
+    free = (name for name in _NAMES if name not in wanted)
+    others = [[next(free)] for _ in range(num_dims - 1)]
+    left, right = [*others, *map(list, dims)], [*others, list(wanted)]
+    return _text(left, right, _stated(left, right, sizes))
+
+
 def _blocks_apart(
     form: Rearrangement, shape: tuple[int, ...], members: tuple[str, ...], blocks: int, *, apart: bool
 ) -> tuple[list[list[str]], list[list[str]], dict[str, int], int] | None:

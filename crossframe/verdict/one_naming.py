@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from crossframe.alignment import SIMILAR, align, complete, match_activations, unlike_other_layers
+from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, match_activations, unlike_other_layers
 from crossframe.alignment.models import read_recorded
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
@@ -82,11 +82,14 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         for recording in (first, second)
     ]
     (values, gradients), (other_values, other_gradients) = sides
-    found = align(values, other_values, (gradients, other_gradients), may_differ=True)
+    uses = _modules_in_use(first), _modules_in_use(second)
+    found = align(values, other_values, (gradients, other_gradients), may_differ=True, uses=uses)
     # Without shared names, a few parameters with other values are faults of one model.
     param_map, added = (found.param_map, ()) if shared else complete(found, values, other_values)
-    similar = [name for name, evidence in found.evidence.items() if evidence == SIMILAR]
-    num, num_all = len(found.param_map.entries) - len(similar), len(values)
+    by = {
+        text: [name for name, each in found.evidence.items() if each == evidence] for evidence, text in _WEAKER.items()
+    }
+    num, num_all = len(found.param_map.entries) - sum(map(len, by.values())), len(values)
     lacking = [name for name in values if name not in param_map.by_name]
     lacking += [path for path in other_values if path not in param_map.by_path]
     if lacking or 2 * num < num_all:
@@ -98,8 +101,8 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
     if num == 1:
         matched = "1 parameter with another name was matched by its values"
     others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
-    if similar:
-        others += f", {len(similar)} with equal values by the direction of their gradients ({_listed(similar)})"
+    for text, names in by.items():
+        others += f", {len(names)} with equal values by {text} ({_listed(names)})" if names else ""
     if odd := unlike_other_layers(param_map):
         others += (
             f"; unlike in other layers, {_listed(odd)} has the values of other paths, which may have been exchanged"
@@ -107,10 +110,16 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
     return param_map, f"{matched}{others}; the names are those of {labels(first, second)[0]}; see crossframe map"
 
 
+_WEAKER = {USE: "their order of use", SIMILAR: "the direction of their gradients", NAMES: "their names"}
 _HELP = (
     "crossframe map lists what would decide them and writes a map that can be edited, for crossframe compare --map; models "
     "with other initial values need a map"
 )
+
+
+def _modules_in_use(recording: Recording) -> tuple[str, ...]:
+    """The modules of the first step in the order in which they are first used."""
+    return tuple(dict.fromkeys(module for _, module, _ in recording.activations(0)))
 
 
 def _by_map(a: Recording, b: Recording, param_map: ParamMap) -> OneNaming:

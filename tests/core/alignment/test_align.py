@@ -169,3 +169,23 @@ def test_square_zeros_need_gradients_for_their_order():
     assert align({"w": zeros}, {"k": zeros}).param_map.entries == ()
     found = align({"w": zeros}, {"k": zeros}, ({"w": gradient}, {"k": gradient.T}))
     assert found.param_map.entries == (MapEntry("w", "k", "a b -> b a"),)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_zeros_are_permuted_as_the_weights_of_their_module(with_gradients):
+    form, weight, bias = Rearrangement("(h kind=3 w=4) i -> (kind h w) i"), values((24, 5)), np.zeros(24, np.float32)
+    rows = Rearrangement("(h kind=3 w=4) -> (kind h w)")
+    gradient = values(24, 1)
+    gradients = ({"fc.bias": rows(gradient)}, {"dense.b": gradient}) if with_gradients else None
+    found = align({"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "dense.b": bias}, gradients)
+    assert np.array_equal(found.param_map.by_name["fc.bias"].to_canonical(gradient), rows(gradient))
+
+
+def test_zeros_of_a_square_weight_need_gradients_for_their_order():
+    first, second = {"fc.weight": values((12, 12)), "fc.bias": np.zeros(12)}, {"dense.b": np.zeros(12)}
+    form = Rearrangement("o (h kind=3 w=2) -> o (kind h w)")
+    second["dense.w"] = form.inverse(first["fc.weight"])
+    assert [entry.name for entry in align(first, second).param_map.entries] == ["fc.weight"]
+    gradient = values(12, 1)
+    found = align(first, second, ({"fc.bias": gradient}, {"dense.b": gradient}))
+    assert np.array_equal(found.param_map.by_name["fc.bias"].to_canonical(gradient), gradient)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from crossframe.alignment import SIMILAR, align, complete, unlike_other_layers
+from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, unlike_other_layers
 from tests.core.alignment import test_portions as models
 
 
@@ -75,3 +75,51 @@ def test_similar_gradients_decide_between_equal_values_where_a_fault_may_be():
     assert SIMILAR in found.evidence.values()
     unrelated = {path: rng.normal(size=16) for path in faulty}
     assert align(ones, other, (true, unrelated), may_differ=True).param_map.entries == ()
+
+
+def with_norms(layers, norms, linears):
+    """Weights of their own in the linear modules of each layer, and ones in its norms."""
+    found = {}
+    for i, layer in enumerate(layers):
+        for k, each in enumerate(linears):
+            found[f"{layer}.{each}.weight"] = np.random.default_rng((i, k)).normal(size=(5, 4))
+        found |= {f"{layer}.{each}.weight": np.ones(4) for each in norms}
+    return found
+
+
+def faulty_gradients(*models):
+    """Gradients that have nothing in common."""
+    return tuple(
+        {name: np.random.default_rng((k, i)).normal(size=array.shape) for i, (name, array) in enumerate(model.items())}
+        for k, model in enumerate(models)
+    )
+
+
+def test_the_order_of_use_decides_between_equal_values_where_a_fault_may_be():
+    first = with_norms(("h.0", "h.1"), ("norm1", "norm2"), ("attn", "mlp"))
+    second = with_norms(("layers.0", "layers.1"), ("post", "pre"), ("attn", "mlp"))
+    uses = (
+        [f"h.{i}.{each}" for i in range(2) for each in ("norm1", "attn", "norm2", "mlp")],
+        [f"layers.{i}.{each}" for i in range(2) for each in ("pre", "attn", "post", "mlp")],
+    )
+    found = align(first, second, faulty_gradients(first, second), may_differ=True, uses=uses)
+    names = {entry.name: entry.path for entry in found.param_map.entries}
+    assert names["h.0.norm2.weight"] == "layers.0.post.weight" and names["h.1.norm1.weight"] == "layers.1.pre.weight"
+    assert len(names) == len(first) and USE in found.evidence.values()
+    # In another order nothing is decided by it.
+    other = uses[0], [f"layers.{i}.{each}" for i in range(2) for each in ("mlp", "post", "attn", "pre")]
+    found = align(first, second, faulty_gradients(first, second), may_differ=True, uses=other)
+    assert not any("norm" in entry.name for entry in found.param_map.entries)
+
+
+def test_equal_names_in_corresponding_modules_decide_last():
+    first = with_norms(("h.0", "h.1"), ("norm1", "norm2"), ("attn", "mlp"))
+    second = with_norms(("layers.0", "layers.1"), ("norm2", "norm1"), ("mixer", "mlp"))
+    gradients = faulty_gradients(first, second)
+    found = align(first, second, gradients, may_differ=True)
+    assert {found.param_map.by_name[f"h.{i}.norm{k}.weight"].path for i in range(2) for k in (1, 2)} == {
+        f"layers.{i}.norm{k}.weight" for i in range(2) for k in (1, 2)
+    }
+    assert found.param_map.by_name["h.1.norm2.weight"].path == "layers.1.norm2.weight"
+    assert NAMES in found.evidence.values()
+    assert len(align(first, second, gradients).param_map.entries) == 4  # not in a map that is not checked against a run

@@ -8,6 +8,7 @@ import pytest
 
 from crossframe.alignment import match_activations
 from crossframe.param_map import MapEntry, ParamMap
+from crossframe.rearrange import Rearrangement
 
 MAP = ParamMap(
     tuple(
@@ -21,8 +22,13 @@ MAP = ParamMap(
 class Run:
     """What `match_activations` reads of a recording of one step: (module, use) to an array, or None for a sketch."""
 
-    def __init__(self, values, dtype="float64"):
-        self._values, self.num_steps, self.manifest = values, 1, SimpleNamespace(dtype=dtype)
+    def __init__(self, values, dtype="float64", *, params=None, loss=1.0):
+        params = {name: SimpleNamespace(shape=shape) for name, shape in (params or {}).items()}
+        self._values, self.num_steps, self._loss = values, 1, loss
+        self.manifest = SimpleNamespace(dtype=dtype, params=params)
+
+    def losses(self):
+        return np.array([[self._loss]])
 
     def activations(self, step):
         return [(0, *of) for of in self._values]
@@ -122,3 +128,63 @@ def test_one_input_of_a_projection_is_matched_with_that_of_one_of_its_parts():
     entries = (MapEntry("qkv.weight", ("q.kernel", "k.kernel", "v.kernel"), "i o -> o i"),)
     found = match_activations(first, Run(parts), ParamMap(entries))
     assert found == {("qkv", "input"): (("q", "input"), None)}
+
+
+def used(*modules, seed=0, inputs=None, **outputs):
+    """Inputs and outputs of modules: those of these seeds, or else values of their own."""
+    return {
+        (module, use): values(given[module]) if module in given else values(seed, i, j)
+        for i, module in enumerate(modules)
+        for j, (use, given) in enumerate((("input", inputs or {}), ("output", outputs)))
+    }
+
+
+def test_a_module_without_parameters_is_not_one_that_encloses_some():
+    # The decoder gives the output of all modules around it, and in the second model one more is around it.
+    first = Run(
+        used("head", "head.norm", "head.decoder", inputs={"head": 3}, head=9, **{"head.norm": 5, "head.decoder": 9})
+    )
+    seeds = {"out": 9, "out.inner": 9, "out.inner.norm": 5}
+    second = Run(used("out", "out.inner", "out.inner.norm", seed=2, inputs={"out": 3, "out.inner": 3}, **seeds))
+    found = match_activations(first, second, ParamMap((MapEntry("head.norm.weight", "out.inner.norm.scale"),)))
+    assert modules_of(found)["head.norm"] == "out.inner.norm"
+    assert ("head.decoder", "input") not in found and ("head.decoder", "output") in found
+
+
+def test_modules_with_different_parameters_are_not_matched_by_place():
+    first = Run(used("embed", "norm", "head", seed=1))
+    second = Run(used("layers.0", "scale", "out", seed=2) | {("layers.0.attn", "input"): values(7)})
+    names = (
+        ("embed.weight", "embedding"),
+        ("norm.weight", "scale.w"),
+        ("head.weight", "out.w"),
+        ("qkv", "layers.0.attn.w"),
+    )
+    found = match_activations(first, second, ParamMap(tuple(MapEntry(*each) for each in names)))
+    assert modules_of(found) == {"norm": "scale", "head": "out"}
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_features_are_permuted_as_the_weights_are(fault):
+    pattern = "(h w=2 c=3) i -> (h c w) i"
+    to_first = Rearrangement("a b (h w=2 c=3) -> a b (h c w)")
+    x, y, z = values(0), values(1, shape=(2, 3, 12)), values(2)
+    first = Run({("q", "input"): x, ("q", "output"): to_first(y), ("o", "input"): z})
+    second = Run(
+        {("wq", "input"): x, ("wq", "output"): y + fault * values(3, shape=y.shape), ("wo", "input"): z + fault},
+        params={"wq.w": (12, 4)},
+    )
+    entries = (MapEntry("q.weight", "wq.w", pattern), MapEntry("o.weight", "wo.w"))
+    (theirs, form) = match_activations(first, second, ParamMap(entries))["q", "output"]
+    assert theirs == ("wq", "output") and form is not None
+    assert np.array_equal(form(y), to_first(y))
+
+
+@pytest.mark.parametrize(("loss", "compared"), [(1.0, False), (1.1, True)], ids=["loss agrees", "loss differs"])
+def test_what_differs_without_effect_is_not_one_activation(loss, compared):
+    # The second attention adds the residual, which in the first model its layer does.
+    first = Run(used("layer", "layer.attn", seed=1, inputs={"layer": 3, "layer.attn": 3}, layer=4))
+    second = Run(used("block", "block.mix", seed=2, inputs={"block": 3, "block.mix": 3}, block=4), loss=loss)
+    entries = (MapEntry("layer.attn.w", "block.mix.w"), MapEntry("layer.scale", "block.scale"))
+    found = match_activations(first, second, ParamMap(entries))
+    assert (("layer.attn", "output") in found) == compared and ("layer.attn", "input") in found
