@@ -1,6 +1,17 @@
 """Alignment: which parameter of one model is which parameter of another, and which module which, derived from their values."""
 
-from crossframe.alignment.align import GRADIENTS, MODULES, NAMES, SIMILAR, USE, VALUES, Alignment, Undecided, align
+from crossframe.alignment.align import (
+    GRADIENTS,
+    MODULES,
+    NAMES,
+    SIMILAR,
+    USE,
+    VALUES,
+    Alignment,
+    Undecided,
+    align,
+    align_either_way,
+)
 from crossframe.alignment.complete import complete, unlike_other_layers
 from crossframe.alignment.modules import match_activations
 
@@ -14,6 +25,7 @@ __all__ = [
     "Alignment",
     "Undecided",
     "align",
+    "align_either_way",
     "complete",
     "match_activations",
     "unlike_other_layers",

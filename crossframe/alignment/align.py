@@ -106,6 +106,19 @@ def align(
     return _Aligner(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses).align()
 
 
+def align_either_way(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays]) -> tuple[Alignment, bool]:
+    """`align`, with the names of the second model if those of the first one leave parameters undecided and these do not; and
+    whether they are those of the second one.
+
+    An entry has one name and one pattern: a parameter that consists of arrays of different dims has no entry of its own, but
+    each of these arrays has one.
+    """
+    found = align(first, second, gradients)
+    if found.undecided and not (back := align(second, first, (gradients[1], gradients[0]))).undecided:
+        return back, True
+    return found, False
+
+
 class _Aligner:
     def __init__(
         self,

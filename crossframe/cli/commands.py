@@ -242,23 +242,29 @@ def map_models(
     """Find which parameter of one model is which of another, from equal initial values: names, dims and grouping may differ.
 
     Layers may be stacked in one array, projections joined, a vocabulary padded. Parameters whose values are all equal, such as
-    zeros, are told apart by the gradients of two recordings, or by their modules. Every entry is checked on all values.
+    zeros, are told apart by the gradients of two recordings, or by their modules. Every entry is checked on all values. The names
+    are those of the first model, or of the second one if parameters of the first one consist of arrays of different dims.
 
     Exit status: 0 all parameters are decided, 1 some are not; they are listed with what would decide them.
     """
-    from crossframe.alignment import align
+    from crossframe.alignment import align_either_way
     from crossframe.alignment.models import read_model
     from crossframe.cli.alignment import print_alignment
 
     with exit_on_error():
         (values, gradients), (other_values, other_gradients) = read_model(first), read_model(second)
-        found = align(values, other_values, (gradients, other_gradients))
+        found, is_swapped = align_either_way(values, other_values, (gradients, other_gradients))
+        named = second if is_swapped else first
         if output is not None:
             found.param_map.save(output)
         if as_json:
-            print(json.dumps(found.to_json(), indent=1))
+            print(json.dumps(found.to_json() | {"names_of": str(named)}, indent=1))
         else:
             print_alignment(console, found, output)
+            if is_swapped:
+                console.print(
+                    f"the names are those of {named}, and the paths those of {first}", soft_wrap=True, markup=False
+                )
         raise typer.Exit(FOUND if found.undecided else AGREE)
 
 

@@ -1,7 +1,7 @@
 """Gives two recordings the same names, if their parameters have different ones.
 
-The names are those of torch, or of the first recording. The map between the parameters is the user's, or else it is derived from
-the initial values of both recordings (`crossframe.alignment`).
+The names are those of torch, or of the first recording, or those of the other one if only these can be mapped. The map between
+the parameters is the user's, or else it is derived from the initial values of both recordings (`crossframe.alignment`).
 """
 
 import functools
@@ -57,17 +57,19 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
     shared = ours & theirs
     are_few = 2 * len(shared) < min(len(ours), len(theirs))
     swapped = a.manifest.framework != "torch" == b.manifest.framework
-    first, second = (b, a) if swapped else (a, b)
-    problem, derived = "", None
-    try:
-        derived = _derived(first, second, frozenset() if are_few else shared)
-    except MappingError as error:
-        problem = str(error)
-    except RecordingError as error:
-        problem = f"the parameters have different names; {_HELP}: {quote_error(error)}"
-    if derived is None:
-        return OneNaming(a, b, problem=problem if are_few else "")
-    return _viewed(first, second, derived[0], swapped=swapped, note=derived[1])
+    problem = ""
+    # With the names of one model there may be no map where there is one with those of the other (`align_either_way`).
+    for swaps in (swapped, not swapped):
+        first, second = (b, a) if swaps else (a, b)
+        try:
+            param_map, note = _derived(first, second, frozenset() if are_few else shared)
+        except MappingError as error:
+            problem = problem or str(error)
+        except RecordingError as error:
+            problem = problem or f"the parameters have different names; {_HELP}: {quote_error(error)}"
+        else:
+            return _viewed(first, second, param_map, swapped=swaps, note=note)
+    return OneNaming(a, b, problem=problem if are_few else "")
 
 
 def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[ParamMap, str]:

@@ -48,6 +48,22 @@ def test_two_files_give_a_map_that_can_be_read(files, tmp_path):
     assert json.loads(run(*files, "--json")[1])["map"] == loaded.to_json()
 
 
+def test_the_names_are_those_of_the_second_file_if_only_these_can_be_mapped(tmp_path):
+    queries, others = (
+        np.random.default_rng(0).normal(size=(4, 6, 8)),
+        np.random.default_rng(1).normal(size=(2, 2, 6, 8)),
+    )
+    joined = np.concatenate([each.swapaxes(-1, -2).reshape(-1, 6) for each in (queries, others)])
+    both = tmp_path / "joined.safetensors", tmp_path / "parts.safetensors"
+    save_file({"qkv": joined}, both[0])
+    save_file({"q": queries, "kv": others}, both[1])
+    status, text = run(*both)
+    assert status == 0 and f"the names are those of {both[1]}, and the paths those of {both[0]}" in text.replace(
+        "\n", ""
+    )
+    assert json.loads(run(*both, "--json")[1])["names_of"] == str(both[1])
+
+
 def test_what_is_undecided_is_exit_status_1(files, tmp_path):
     save_file({"dense.kernel": np.ones((4, 6)), "head.bias": np.zeros(2)}, tmp_path / "other.safetensors")
     status, text = run(files[0], tmp_path / "other.safetensors")

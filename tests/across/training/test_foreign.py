@@ -42,6 +42,12 @@ def test_a_map_is_judged_by_elements(tmp_path):
         "wrong": ["fc.kernel"],
     }
     assert judge_map(tmp_path / "none.json", numbers, expected)["undecided"] == list(expected)
+    back = (
+        MapEntry("fc.kernel", "fc.weight", "o i -> i o"),
+        MapEntry("fc.bias", "fc.bias"),
+    )  # the names are those of side b
+    ParamMap(back).save(tmp_path / "back.json")
+    assert judge_map(tmp_path / "back.json", numbers, expected)["matched"] == ["fc.kernel", "fc.bias"]
 
 
 def test_converted_arrays_are_written_in_the_order_of_their_dims(tmp_path):

@@ -7,7 +7,7 @@ right where the values do not tell.
 import numpy as np
 import pytest
 
-from crossframe.alignment import align
+from crossframe.alignment import align, align_either_way
 from crossframe.param_map import ParamMap
 
 LAYERS, WIDTH, HEADS, GROUPS, HEAD, HIDDEN, VOCAB = 3, 8, 4, 2, 2, 12, 20
@@ -204,3 +204,16 @@ def test_a_value_that_differs_is_not_hidden_by_a_portion():
     assert len(found.param_map.entries) == len(params) - len(names)
     shadow = dict(model(1))
     check(found, shadow, joined(flat(separate(shadow)), *QKV, concatenated(-1)))
+
+
+def test_arrays_of_other_dims_that_are_joined_have_the_names():
+    draw = np.random.default_rng(0).normal
+    queries, others = draw(size=(4, 6, 8)), draw(size=(2, 2, 6, 8))
+    joined = np.concatenate([each.swapaxes(-1, -2).reshape(-1, 6) for each in (queries, others)])
+    first, second = {"qkv.weight": joined}, {"q.w": queries, "kv.w": others}
+    assert align(first, second).undecided
+    found, is_swapped = align_either_way(first, second, ({}, {}))
+    assert is_swapped and not found.undecided
+    for name, array in second.items():
+        assert np.array_equal(found.param_map.by_name[name].to_canonical(joined), array)
+    assert align_either_way(second, first, ({}, {})) == (found, False)

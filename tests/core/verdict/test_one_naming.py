@@ -6,7 +6,7 @@ import pytest
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.verdict import Verdict, compare
+from crossframe.verdict import Verdict, compare, one_naming
 from crossframe.verdict.one_naming import in_one_naming
 from tests.core.helpers import synthetic
 from tests.core.helpers.translated import translate
@@ -44,6 +44,22 @@ def test_other_names_and_dims_compare_as_equal(tmp_path, given, world_size):
     assert {each.name for each in found.judged if each.phase == "backward"} == set(PATHS)
     # In the other order the names are still those of torch.
     assert {each.name for each in compare(b, a, param_map=given).judged if each.phase == "update"} == set(PATHS)
+
+
+def test_names_are_those_of_the_other_recording_if_only_these_can_be_mapped(tmp_path, monkeypatch):
+    a, b = pair(tmp_path)
+    derived = one_naming._derived
+
+    def only_of_b(first, second, shared):
+        if first.manifest.framework == "torch":
+            raise MappingError("undecided")
+        return derived(first, second, shared)
+
+    monkeypatch.setattr(one_naming, "_derived", only_of_b)
+    for order in ((a, b), (b, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL and "the names are those of jax" in found.notes[0]
+        assert {each.name for each in found.judged if each.phase == "backward"} == set(PATHS.values())
 
 
 def test_a_few_other_names_are_matched_among_themselves(tmp_path):
