@@ -18,7 +18,8 @@ from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
-from crossframe.recording.event_format import WHOLE_ON_RANK
+from crossframe.recording.event_format import FORWARD, WHOLE_ON_RANK
+from crossframe.recording.index import Disagreement
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.reader import Recording
@@ -192,6 +193,19 @@ class MappedRecording(Recording):
             for of in back.get((module, use), ())
             if of == (module, use) or self.source.activation_sketch(step, 0, microbatch, module, use) is None
         ]
+
+    def disagreements(self, steps: int) -> list[Disagreement]:
+        """Those of the recording, in its order; a module without a counterpart keeps its name."""
+        names = {path: name for name in self.manifest.params for path in self._paths(name)}
+        modules = {theirs: of for of, (theirs, _) in self._given.items()}
+        found = []
+        for each in self.source.disagreements(steps):
+            if each.phase == FORWARD:
+                found.append(replace(each, name=modules.get((each.name, each.use), (each.name, ""))[0]))
+            else:
+                name = names[each.name]
+                found.append(replace(each, name=name, unit=self.manifest.unit_of[name]))
+        return found
 
     def activation(self, step: int, rank: int, microbatch: int, module: str, use: str) -> np.ndarray:
         of, form = self._given[module, use]

@@ -342,16 +342,27 @@ class Recording:
         for each in (each for index in self._indexes for each in index.disagreements if each.step < steps):
             key = (each.step, each.phase, each.name, each.use)
             found[key] = each.with_those_of(found[key]) if key in found else each
-        params = list(self.manifest.params)
+        params, backward = list(self.manifest.params), self.backward_order
         phases = [event_format.PARAMETERS, event_format.FORWARD, *event_format.TENSOR_USES]
 
         def order(each: Disagreement) -> tuple[int, int, int]:
-            place = (
-                0 if each.phase == event_format.FORWARD else params.index(each.name)
-            )  # those of forward are in order
-            return each.step, phases.index(each.phase), -place if each.phase == event_format.REDUCE else place
+            names = backward if each.phase == event_format.REDUCE else params
+            place = names.index(each.name) if each.phase != event_format.FORWARD else 0  # its lines are in order
+            return each.step, phases.index(each.phase), place
 
         return sorted(found.values(), key=order)
+
+    @cached_property
+    def backward_order(self) -> list[str]:
+        """All parameters in the order of backward: those of the root unit that forward uses after all other units, as the first
+        dense step shows, then the units in reverse order, and the rest of the root unit."""
+        unit_of, params = self.manifest.unit_of, list(self.manifest.params)[::-1]
+        step = next((step for step in self.recorded_steps() if self.activations(step)), None)
+        called = [] if step is None else list(dict.fromkeys(module for _, module, _ in self.activations(step)))
+        units = [i for i, module in enumerate(called) if module and module in self.manifest.unit_names]
+        late = {*called[units[-1] + 1 :]} - {""} if units else set()
+        first = {name for name in params if not unit_of[name] and name.rpartition(".")[0] in late}
+        return [name for name in params if name in first] + [name for name in params if name not in first]
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
         """(microbatch, module, use) of the activations that every rank recorded at a step, in the order of rank 0's forward."""

@@ -84,9 +84,9 @@ class Pair:
         return ids[0] != ids[1] and all(all(each) for each in ids)
 
     def names(self, *, backward: bool = False) -> list[str]:
-        """All parameters with elements, in forward or backward order."""
-        names = [name for name, spec in self.a.manifest.params.items() if spec.numel]
-        return names[::-1] if backward else names
+        """All parameters with elements, in the order of units, or in that of backward."""
+        names = self.a.backward_order if backward else self.a.manifest.params
+        return [name for name in names if self.a.manifest.params[name].numel]
 
     def has(self, phase: str, step: int, name: str, use: str = "") -> bool:
         """Whether both recorded it."""

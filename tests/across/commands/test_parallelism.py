@@ -65,6 +65,14 @@ def test_the_place_where_model_ranks_part_is_named(recorded, run, phase, module,
     assert f"at step 0 {text}" in found.reason and "mesh axis 'tp', rank 1 differs" in found.reason
 
 
+def test_gradients_of_modules_after_the_last_unit_come_first(recorded):
+    one = recorded(training.Run())
+    assert one.backward_order[:4] == ["head.weight", "norm.bias", "norm.weight", "layers.1.mlp.down.bias"]
+    assert one.backward_order[-2:] == ["positions.weight", "embed.weight"]
+    found = compare(one, recorded(training.Run("sp", fault="sequence_chunk"))).first_divergence
+    assert found is not None and (found.phase, found.parameter) == ("backward", "norm.bias")
+
+
 def test_an_unknown_case_exits_with_2():
     result = CliRunner().invoke(app, ["parallelism", "none"])
     assert result.exit_code == 2 and "row_bias" in " ".join(result.output.split())

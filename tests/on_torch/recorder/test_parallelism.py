@@ -16,8 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import torch_backend as ours
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
+from crossframe.recording.mapped import mapped
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
 
@@ -168,6 +170,9 @@ def test_a_gradient_that_is_not_the_same_on_all_model_ranks_is_a_bug_on_its_axis
     )
     assert where.ranks == tuple(range(1, num_ranks, 2)) and "along the mesh axis 'tp', rank" in found.reason
     assert "from the first by 2.5e-01" in found.reason
+    names = ParamMap(tuple(MapEntry(f"m.{name}", name) for name in recording.manifest.params))
+    renamed = mapped(recording, names, recording.manifest, {}).disagreements(1)
+    assert [each.name for each in renamed] == [f"m.{each.name}" for each in recording.disagreements(1)] != []
     # What both runs share is no difference between them.
     assert compare(recording, recording).verdict is Verdict.EQUAL
 
