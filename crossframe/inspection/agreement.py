@@ -18,6 +18,8 @@ from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
 from crossframe.verdict.measure.values import Side, assemble
 
+_NOUNS = {PARAMETERS: "initial value", REDUCE: "reduced gradient", UPDATE: "updated value"}
+
 
 @dataclass(frozen=True)
 class Disagreement:
@@ -71,7 +73,7 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
     recorded, fed_alike = set(recording.recorded_steps()), ""
     for step in range(recording.num_steps):
         if step == 0:
-            found += _replicas(recording, PARAMETERS, 0)
+            found += [*_replicas(recording, PARAMETERS, 0), *_model_ranks(recording, PARAMETERS, 0)]
         if step in recorded:
             differing, edited = _unsharded(recording, step)
             found += differing
@@ -83,10 +85,11 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
         found += _losses(recording, step)
         fed_alike = fed_alike or _same_batches(recording, step)
         if step in recorded:
-            found += _replicas(recording, REDUCE, step)
+            found += [*_replicas(recording, REDUCE, step), *_model_ranks(recording, REDUCE, step)]
         found += _norms(recording, step)
         if step in recorded:
-            found += [*_replicas(recording, STATE, step), *_replicas(recording, UPDATE, step)]
+            for phase in (STATE, UPDATE):
+                found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
     return found, [*notes, fed_alike] if fed_alike else notes
 
 
@@ -125,11 +128,18 @@ def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreem
             pieces: dict[tuple[int, int], dict[int, Side]] = {}
             for run in recording.runs(phase, step, name, slot):
                 pieces.setdefault((run.start, run.stop), {})[run.rank] = side_of(recording, step, name, run)
-            what = {PARAMETERS: "initial value", REDUCE: "reduced gradient", STATE: slot, UPDATE: "updated value"}[
-                phase
-            ]
+            what = f"{slot or _NOUNS[phase]} of {name!r}"
             for sides in pieces.values():
-                yield from _parted(recording, step, phase, f"{what} of {name!r}", name, sides)
+                yield from _parted(recording, step, phase, what, name, sides)
+
+
+def _model_ranks(recording: Recording, phase: str, step: int) -> Iterator[Disagreement]:
+    """Disagreements between ranks that compute one replica together, which the recorder has found."""
+    bound = bounds_for(recording.manifest.dtype).parameter
+    for each in recording.disagreements(recording.num_steps):
+        if (each.step, each.phase) == (step, phase):
+            what = f"{each.use if phase == STATE else _NOUNS[phase]} of {each.name!r} along the mesh axis {each.axis!r}"
+            yield Disagreement(step, phase, what, each.ranks, each.difference, each.difference <= bound)
 
 
 def _parted(

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import torch_backend as ours
+from crossframe.inspection import inspect
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
@@ -173,6 +174,10 @@ def test_a_gradient_that_is_not_the_same_on_all_model_ranks_is_a_bug_on_its_axis
     names = ParamMap(tuple(MapEntry(f"m.{name}", name) for name in recording.manifest.params))
     renamed = mapped(recording, names, recording.manifest, {}).disagreements(1)
     assert [each.name for each in renamed] == [f"m.{each.name}" for each in recording.disagreements(1)] != []
+    assert (
+        "the reduced gradient of 'blocks.1.norm.weight' along the mesh axis 'tp'"
+        in inspect(recording).disagreements[0].describe()
+    )
     # What both runs share is no difference between them.
     assert compare(recording, recording).verdict is Verdict.EQUAL
 
