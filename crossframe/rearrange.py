@@ -1,4 +1,4 @@
-"""Rearrangements: how an array of one model lies in a parameter of another one, in the notation of einops, such as
+"""Rearrangements between an array of one model and a parameter of another one, in the notation of einops, such as
 "i h w=4 -> (h w) i"."""
 
 import math
@@ -229,7 +229,7 @@ class Rearrangement:
         return opened[(slice(None),) * (dim + 1) + (slice(start // outer, stop // outer),)].reshape(shape)
 
     def split_shape(self, shape: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-        """The shape of what `split` returns."""
+        """The shape of the array that `split` returns."""
         dim, _ = self._joint
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 

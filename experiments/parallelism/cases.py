@@ -130,7 +130,7 @@ FAULTS = (
     ),
     _fault(
         "initial_values",
-        "Each rank initialises what is not divided with a seed of its own.",
+        "Each rank initialises replicated parameters with another seed.",
         "tp",
         "parameters/*",
         axis="tp",
@@ -139,7 +139,7 @@ FAULTS = (
     ),
     _fault(
         "dropout_seed",
-        "The ranks that divide layers drop different values of what they all hold.",
+        "The ranks that divide layers drop different values of replicated activations.",
         "tp",
         "forward/output layers.0.dropout",
         dropout=True,

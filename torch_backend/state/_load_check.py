@@ -163,7 +163,7 @@ def _wrong(
 
 
 def _shape_of(value: Any) -> Any:
-    """The shape of what is no tensor, or the name of its type. lightning's tensor-like objects are read from files later."""
+    """The shape of a value, or the name of its type if it has none. lightning's tensor-like objects are read later."""
     return value.shape if is_tensor_like(value) else type(value).__name__
 
 

@@ -442,4 +442,4 @@ REFUSED = {
     "ahead_of_time": (_AHEAD_OF_TIME, "was compiled ahead of time"),
     "nothing": (_NOTHING, "nothing was trained"),
 }
-"""Scripts that cannot be recorded, with a part of what is said of them."""
+"""Scripts that cannot be recorded, each with an excerpt of its error message."""
