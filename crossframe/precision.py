@@ -8,7 +8,7 @@ Shards keep full precision. Gathered parameters, compute and reductions may have
 from dataclasses import dataclass
 
 from crossframe.api import Api
-from crossframe.dtypes import FLOATING, itemsize
+from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.quoting import quote
 
@@ -80,7 +80,8 @@ class PrecisionPolicy:
 
 
 def _cast(dtype: str, wanted: str | None) -> str:
-    return wanted if wanted is not None and dtype in FLOATING else dtype
+    # By name, since buffers and inputs may have floating dtypes that cannot be sharded, such as float8_e5m2.
+    return wanted if wanted is not None and dtype.startswith(("float", "bfloat")) else dtype
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     def _lower_buffers(self) -> None:
         named = list(_named_fsdp_modules(self))
         cast_buffers(
-            ((wrapper, wrapper.mixed_precision.buffer_dtype, wrapper.compute_device) for _, wrapper in named),
+            ((wrapper, wrapper.mixed_precision.policy, wrapper.compute_device) for _, wrapper in named),
             (module for _, wrapper in named for module in wrapper._ignored.modules),
         )
 

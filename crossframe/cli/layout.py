@@ -188,7 +188,7 @@ def layout_json(sharding: Sharding, *, unit: str | None = None, rank: int | None
 
     Its "units" have "unit", "layout", "padded_shard_numel" (elements of a rank's shard with padding), "parameters" and "padding".
     The "pieces" of a parameter and the padding are listed for each rank of the shard group, with the fields of
-    `crossframe.layout.Piece` and `crossframe.layout.pieces.Padding`.
+    `crossframe.layout.Piece` and `crossframe.layout.padding.Padding`.
 
     Args:
         unit, rank: only these; rank is a rank of the mesh.

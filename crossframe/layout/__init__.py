@@ -7,8 +7,9 @@ from crossframe.layout.by_rows import layouts_by_rows
 from crossframe.layout.exchange import Exchange, Part, exchange
 from crossframe.layout.flat import FlatLayout
 from crossframe.layout.overlay import Transfer, overlay
+from crossframe.layout.padding import Padding
 from crossframe.layout.per_param import PerParamLayout
-from crossframe.layout.pieces import Column, Layout, Padding, Piece, Run, views
+from crossframe.layout.pieces import Column, Layout, Piece, Run, views
 from crossframe.layout.ragged import RaggedLayout
 from crossframe.layout.sharding import LAYOUT_KINDS, LAYOUTS, Sharding, post_forward, post_forward_group, reduced_layout
 from crossframe.params import ParamSpec

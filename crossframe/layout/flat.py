@@ -6,7 +6,7 @@ from functools import cached_property
 from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
 from crossframe.layout.line import LineLayout
-from crossframe.layout.pieces import Padding
+from crossframe.layout.padding import Padding
 from crossframe.quoting import quote
 
 ALIGNMENT_BYTES = 16

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Self
 
 from crossframe.dtypes import itemsize
 from crossframe.errors import LayoutError
-from crossframe.layout.pieces import Column, Padding, Piece, check_elements, check_one_dtype
+from crossframe.layout.padding import Padding
+from crossframe.layout.pieces import Column, Piece, check_elements, check_one_dtype
 from crossframe.mesh import check_rank, check_world_size
 from crossframe.params import ParamSpec, check_params
 from crossframe.quoting import quote

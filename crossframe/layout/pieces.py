@@ -1,10 +1,11 @@
-"""The interface of layouts: which piece of which parameter lies where, and what padding is filled with (R05)."""
+"""The interface of layouts: which piece of which parameter lies where."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 from crossframe.errors import LayoutError
+from crossframe.layout.padding import Padding
 from crossframe.params import ParamSpec
 from crossframe.quoting import quote
 
@@ -105,30 +106,12 @@ class Layout(Protocol):
     @property
     def columns(self) -> tuple[Column, ...]: ...
     def pieces(self, rank: int) -> tuple[Piece, ...]: ...
-    def padding(self, rank: int) -> tuple["Padding", ...]: ...
+    def padding(self, rank: int) -> tuple[Padding, ...]: ...
     def find(self, i: int, start: int, stop: int) -> Iterator[Piece]: ...
     def over(self, world_size: int) -> Self: ...
     def places(self) -> dict[str, Any]: ...
 
     def to_json(self) -> dict: ...
-
-
-@dataclass(frozen=True)
-class Padding:
-    """A run of a rank's shard that belongs to no parameter.
-
-    `kind` is "alignment" (between parameters, R02), "divisibility" (the tail of a flat parameter, R03), "shard" (the end of a
-    rank's buffer or chunk, R03, R04, R07) or "block" (between blocks, R09). `fill` is the value stored in it (R05).
-    """
-
-    kind: str
-    start: int
-    stop: int
-
-    @property
-    def fill(self) -> int:
-        """42 inside torch's flat parameter; 0 at the end of a shard (R05) and in padding that torch does not have."""
-        return 42 if self.kind in ("alignment", "divisibility") else 0
 
 
 def views(layout: Layout, gathered: Any) -> dict[str, Any]:

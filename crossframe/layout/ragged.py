@@ -6,7 +6,7 @@ from functools import cached_property
 
 from crossframe.errors import LayoutError
 from crossframe.layout.line import LineLayout
-from crossframe.layout.pieces import Padding
+from crossframe.layout.padding import Padding
 from crossframe.quoting import quote
 
 # Limits of the search for a shard size: the number of moduli, and for each modulus the number of consecutive multiples that are

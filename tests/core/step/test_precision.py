@@ -65,7 +65,7 @@ def test_R35_inputs_are_cast_where_the_api_and_the_policy_say(cast, cast_root):
 
 def test_R33_R35_buffers_and_outputs_follow_their_own_dtypes():
     policy = PrecisionPolicy(buffer_dtype="float16", output_dtype="float64")
-    assert (policy.buffer("float32"), policy.buffer("int64")) == ("float16", "int64")
+    assert [policy.buffer(dtype) for dtype in ("float32", "float8_e5m2", "int64")] == ["float16", "float16", "int64"]
     assert (policy.result_dtype("float32"), policy.result_dtype("int32")) == ("float64", "int32")
     assert (PrecisionPolicy().buffer("float32"), PrecisionPolicy().result_dtype("bfloat16")) == ("float32", "bfloat16")
 
