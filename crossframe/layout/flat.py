@@ -82,6 +82,10 @@ class FlatLayout(LineLayout):
     @property
     def gathered_numel(self) -> int:
         """Elements of the buffer that an all-gather fills: one chunk for each of `line_ranks` ranks (R04)."""
+        return self._gathered_numel
+
+    @cached_property
+    def _gathered_numel(self) -> int:
         return -(-self.flat_numel // self.line_ranks) * self.line_ranks
 
     @cached_property

@@ -31,7 +31,7 @@ class _Anchor(torch.autograd.Function):
         ctx.unit, ctx.use, ctx.indices = unit, weakref.ref(use), indices
         ctx.set_materialize_grads(False)
         # `.data` gives each alias its own version counter: see [Note: version counters] in memory/_gather.py.
-        return tuple(leaf.data for leaf in leaves)
+        return tuple([leaf.data for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -41,6 +41,10 @@ class _Anchor(torch.autograd.Function):
             with torch.no_grad():
                 unit.collect(ctx.use(), ctx.indices, grads)
         return (None, None, None, *(None for _ in grads))
+
+
+# `Function.apply` without its pass over all arguments, which serves functorch.
+_apply: Any = super(torch.autograd.Function, _Anchor).apply  # type: ignore[attr-defined]
 
 
 def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -53,7 +57,8 @@ def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     used = list(leaves)
     if indices:
         # The node must not keep the unit alive, because the garbage collector cannot see cycles through autograd graphs.
-        aliases = _Anchor.apply(weakref.ref(unit), use, indices, *(leaves[i] for i in indices))
+        apply = _Anchor.apply if torch._C._are_functorch_transforms_active() else _apply
+        aliases = apply(weakref.ref(unit), use, indices, *[leaves[i] for i in indices])
         for i, alias in zip(indices, aliases, strict=True):  # type: ignore[arg-type]
             used[i] = alias
     return used

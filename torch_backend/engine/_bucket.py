@@ -149,7 +149,7 @@ class Bucket:
             self.group_shard.give()
             return
         self.buffer.free()
-        if not self.buffer.is_shard:
+        if observers and not self.buffer.is_shard:
             self._record_event(FREE, unit, phase, self.layout.gathered_numel)
 
     def free_to_part(self, *, unit: str, phase: str) -> None:
@@ -159,15 +159,16 @@ class Bucket:
         self._group_shard_taken = self._streams.moment()
         self.registrar.show_group_shard(self.group_shard)
         self.buffer.free()
-        assert self.group_shard.buffer is not None
-        self._record_event(RESHARD_TO_GROUP, unit, phase, self.layout.gathered_numel - self.group_shard.buffer.numel())
+        if observers:
+            assert self.group_shard.buffer is not None
+            freed = self.layout.gathered_numel - self.group_shard.buffer.numel()
+            self._record_event(RESHARD_TO_GROUP, unit, phase, freed)
 
     def _record_event(self, kind: str, unit: str, phase: str, numel: int) -> None:
-        if observers:
-            full = self.buffer.full
-            event = Event(kind, unit, phase, dtype_name(full.dtype), numel * full.itemsize, self.mesh.shards.ranks)
-            for observer in observers:
-                observer.event(event)
+        full = self.buffer.full
+        event = Event(kind, unit, phase, dtype_name(full.dtype), numel * full.itemsize, self.mesh.shards.ranks)
+        for observer in observers:
+            observer.event(event)
 
     # Gradients
 

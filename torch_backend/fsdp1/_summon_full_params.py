@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,6 +11,8 @@ from crossframe.state import FSDP_WRAPPED, without_parts
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest
 from torch_backend.engine._summon import summon_on_first, summon_units
 from torch_backend.engine._unit import unit_of
+
+T = TypeVar("T")
 
 
 class Summonable(nn.Module):
@@ -73,15 +75,15 @@ class Summonable(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Like `nn.Module`'s method, but without the wrapper's prefix while parameters are summoned."""
-        summoned = unit_of(self).summoned
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), param
+        yield from _named(super().named_parameters(*args, **kwargs), summoned=unit_of(self).summoned)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Like `nn.Module`'s method, but without the wrapper's prefix while parameters are summoned."""
-        summoned = unit_of(self).summoned
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (without_parts(name, {FSDP_WRAPPED}) if summoned else name), buffer
+        yield from _named(super().named_buffers(*args, **kwargs), summoned=unit_of(self).summoned)
+
+
+def _named(found: Iterator[tuple[str, T]], *, summoned: bool) -> Iterator[tuple[str, T]]:
+    return ((without_parts(name, {FSDP_WRAPPED}), value) for name, value in found) if summoned else found
 
 
 def _summonable(module: nn.Module, recurse: bool) -> list[Summonable]:

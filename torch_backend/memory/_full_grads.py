@@ -57,7 +57,9 @@ class FullGrads:
             # A leaf that the user got from `parameters()` while it was registered may have its own gradient.
             if leaf.grad is not None:
                 found[i] = _sum(found[i], leaf.grad)
-        self.drop()
+                leaf.grad = None
+        self._forget_arrived()
+        self._earlier = None
         return found
 
     def drop(self) -> None:

@@ -1,5 +1,6 @@
 """GradStore: reduces one rank's unsharded gradients to its sharded mean gradient."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -196,6 +197,8 @@ class GradStore:
             parts.append(zeros(layout.params[i].numel) if grad is None else grad.reshape(-1))
         if layout.spaces[-1]:
             parts.append(zeros(layout.spaces[-1]))
+        if dtype == some.dtype:  # `out` takes twice as long
+            return torch.cat(parts)
         return torch.cat(parts, out=some.new_empty(layout.gathered_numel, dtype=dtype))
 
 
@@ -211,4 +214,10 @@ def _put(target: Tensor, grad: Tensor, shape: tuple[int, ...], column: Column) -
 
 def _divide(value: Tensor, factor: float) -> None:
     if factor != 1:
-        value.div_(factor)
+        value.div_(_divisor(factor))
+
+
+@functools.lru_cache(maxsize=64)
+def _divisor(factor: float) -> Tensor:
+    """The factor as a tensor without dims, by which a division takes half as long as by a number, with the same bits."""
+    return torch.tensor(factor, dtype=torch.float64)

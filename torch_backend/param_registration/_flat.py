@@ -132,7 +132,8 @@ class FlatRegistrar:
 
     def adopt(self) -> None:
         """Adopt a flat parameter that was moved or assigned."""
-        adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
+        if self.flat_param.data_ptr() != self._store.buffer.data_ptr():  # both are 0 without elements
+            adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
 
     def deregister(self) -> None:
         """The flat parameter is not registered."""

@@ -60,7 +60,8 @@ class OriginalRegistrar(RegisteredParams):
         return [part.view(spec.shape) for part, spec in zip(parts, self._store.layout.params, strict=True)]
 
     def _point_at_pieces(self) -> None:
-        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
+        self._pieces = self._shaped(self._store.pieces)
+        for param, piece in zip(self.params, self._pieces, strict=True):
             param.data = piece
 
     def summon(self, full: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
@@ -124,10 +125,10 @@ class OriginalRegistrar(RegisteredParams):
 
     def adopt(self) -> None:
         """Adopt parameters that were moved, assigned or replaced."""
-        store = self._store
         self._take_back_places(self._check_plain)
-        for param, piece, spec in zip(self.params, self._shaped(store.pieces), store.layout.params, strict=True):
-            adopt_data(param, piece, spec.name, store.rank)
+        for i, (param, piece) in enumerate(zip(self.params, self._pieces, strict=True)):
+            if param.data_ptr() != piece.data_ptr():  # both are 0 without elements
+                adopt_data(param, piece, self._store.layout.params[i].name, self._store.rank)
 
     def _check_plain(self, i: int, other: nn.Parameter) -> None:
         if isinstance(other, DTensor):
@@ -144,7 +145,8 @@ class OriginalRegistrar(RegisteredParams):
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Set the user's parameters to pieces of the new buffer."""
         self.take_leaves(leaves)
-        for param, piece in zip(self.params, self._shaped(self._store.pieces), strict=True):
+        self._pieces = self._shaped(self._store.pieces)
+        for param, piece in zip(self.params, self._pieces, strict=True):
             point_at(param, piece, fn)
         register(self._places, self.params)
 

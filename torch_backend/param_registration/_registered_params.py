@@ -60,10 +60,9 @@ def left_by_user(
 
 
 def adopt_data(param: nn.Parameter, piece: Tensor, name: str, rank: int) -> None:
-    """Copy a replacement of `piece` into it, and let the parameter alias the piece again."""
-    if param.data_ptr() != piece.data_ptr():  # both are 0 without elements
-        copy_into(piece, param.data, name, rank, tuple(piece.shape))
-        param.data = piece
+    """Copy a parameter's data, which a user has replaced, into `piece`, and let the parameter alias the piece again."""
+    copy_into(piece, param.data, name, rank, tuple(piece.shape))
+    param.data = piece
 
 
 def full_params(
