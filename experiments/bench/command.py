@@ -4,7 +4,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from experiments.bench.figure import Figure, Section, markdown_grid, markdown_ta
 
 # Of the benchmark of the torch backend.
 SECTIONS = ("step", "host", "memory", "wrap", "copies", "gpu")
+_BESIDE_TORCH = "torch_backend beside torch"
 
 
 def run_core_bench(console: Console, output: Path | None = None) -> int:
@@ -62,172 +64,147 @@ def command_line() -> str:
     return " ".join(["python -m experiments", *sys.argv[1:]])
 
 
-def run_torch_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    sections: Sequence[str] = (),
-    quick: bool = False,
-    strict: bool = False,
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark of sections.
+
+    Attributes:
+        title: of the report.
+        where: what it is measured on, and when.
+        measure: yields the sections. With True, of tiny models, to see that all works; the figures mean nothing then.
+    """
+
+    title: str
+    where: Callable[[], dict[str, Any]]
+    measure: Callable[[bool], Iterable[Section]]
+
+
+def run_bench(
+    console: Console, bench: Bench, *, output: Path | None, json_output: Path | None, quick: bool, strict: bool
 ) -> int:
-    """Measure `torch_backend` beside torch's own FSDP1, FSDP2 and DDP: time of a step, bookkeeping,
-    memory, time to wrap, bytes copied, GPUs.
+    """Measure, print tables and write them to files.
 
     Args:
         output: a Markdown file for the figures.
         json_output: a JSON file for them, with the machine, versions and limits.
-        sections: some of SECTIONS; all of them if empty.
-        quick: tiny models and two rounds, to see that all works; the figures mean nothing then.
+        quick: see Bench.
 
     Returns:
         The exit status: 0, or with `strict` 1 if a figure is over its limit.
 
     Raises:
-        UsageError: a section that there is not, or a rank that failed.
+        UsageError: a rank that failed.
+    """
+    where, measured, sections = bench.where(), [], iter(bench.measure(quick))
+    while True:
+        with console.status("measuring"):
+            section = next(sections, None)
+        if section is None:
+            break
+        measured.append(section)
+        _print_section(console, section)
+    console.print(torch_machine_line(where), highlight=False)
+    if json_output is not None:
+        json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
+        console.print(f"figures: {json_output}", highlight=False)
+    if output is not None:
+        output.write_text(torch_markdown(where, measured, bench.title))
+        console.print(f"figures: {output}", highlight=False)
+    return 1 if strict and not all(section.ok for section in measured) else 0
+
+
+def torch_bench(sections: Sequence[str] = ()) -> Bench:
+    """`torch_backend` beside torch's own FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, wrapping, copies, GPUs.
+
+    Args:
+        sections: some of SECTIONS; all of them if empty.
+
+    Raises:
+        UsageError: a section that there is not.
     """
     if unknown := [name for name in sections if name not in SECTIONS]:
         raise UsageError(f"section: expected some of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
-    from experiments.bench.copies import copies_section
-    from experiments.bench.gpu import gpu_section
-    from experiments.bench.host import host_section
-    from experiments.bench.memory import memory_section
-    from experiments.bench.sizes import FULL, QUICK, Sizes
-    from experiments.bench.step import step_section
-    from experiments.bench.wrap import wrap_section
 
-    measure = (step_section, host_section, memory_section, wrap_section, copies_section, gpu_section)
-    parts: dict[str, Callable[[Sizes], Section]] = dict(zip(SECTIONS, measure, strict=True))
-    where, measured = torch_machine(), []
-    for name in sections or SECTIONS:
-        with console.status(f"measuring: {name}"):
-            section = parts[name](QUICK if quick else FULL)
-        measured.append(section)
-        _print_section(console, section)
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
+    def measure(quick: bool) -> Iterator[Section]:
+        from experiments.bench.copies import copies_section
+        from experiments.bench.gpu import gpu_section
+        from experiments.bench.host import host_section
+        from experiments.bench.memory import memory_section
+        from experiments.bench.sizes import FULL, QUICK
+        from experiments.bench.step import step_section
+        from experiments.bench.wrap import wrap_section
 
+        parts = (step_section, host_section, memory_section, wrap_section, copies_section, gpu_section)
+        for name, part in zip(SECTIONS, parts, strict=True):
+            if name in (sections or SECTIONS):
+                yield part(QUICK if quick else FULL)
 
-def run_state_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    quick: bool = False,
-    strict: bool = False,
-) -> int:
-    """Measure state dicts and checkpoints of `torch_backend` beside those of torch's own FSDP1 and FSDP2: time and memory.
-
-    Args, returns and raises: as `run_torch_bench`.
-    """
-    from experiments.bench.sizes import FULL, QUICK
-    from experiments.bench.state import state_sections
-
-    where = torch_machine()
-    with console.status("measuring"):
-        measured = state_sections(QUICK if quick else FULL)
-    for section in measured:
-        _print_section(console, section)
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict)
+    return Bench(_BESIDE_TORCH, torch_machine, measure)
 
 
-def run_recorder_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    engines: Sequence[str] = (),
-    quick: bool = False,
-    strict: bool = False,
-) -> int:
-    """Measure what `torch_backend.recorder` costs a training loop.
+def state_bench() -> Bench:
+    """State dicts and checkpoints of `torch_backend` beside those of torch's own FSDP1 and FSDP2: time and memory."""
+
+    def measure(quick: bool) -> Sequence[Section]:
+        from experiments.bench.sizes import FULL, QUICK
+        from experiments.bench.state import state_sections
+
+        return state_sections(QUICK if quick else FULL)
+
+    return Bench(_BESIDE_TORCH, torch_machine, measure)
+
+
+def recorder_bench(engines: Sequence[str] = ()) -> Bench:
+    """What `torch_backend.recorder` costs a training loop.
 
     Args:
         engines: what shards the model, some of `experiments.bench.recorder.ENGINES`; all of them if empty.
-
-    The other arguments, returns and raises: as `run_torch_bench`.
     """
-    from experiments.bench.recorder import recorder_section
-    from experiments.bench.sizes import FULL, QUICK
 
-    where = torch_machine()
-    with console.status("measuring"):
-        measured = [recorder_section(QUICK if quick else FULL, engines)]
-    _print_section(console, measured[0])
-    title = "The recorder"
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)
+    def measure(quick: bool) -> Iterator[Section]:
+        from experiments.bench.recorder import recorder_section
+        from experiments.bench.sizes import FULL, QUICK
+
+        yield recorder_section(QUICK if quick else FULL, engines)
+
+    return Bench("The recorder", torch_machine, measure)
 
 
-def run_compare_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    steps: int | None = None,
-    quick: bool = False,
-    strict: bool = False,
-) -> int:
-    """Measure what `crossframe compare` costs on large recordings.
+def compare_bench(steps: int | None = None) -> Bench:
+    """What `crossframe compare` costs on large recordings.
 
     Args:
-        steps: that each recording has; None: those of the benchmark's sizes.
-
-    The other arguments, and returns: as `run_torch_bench`.
-
-    Raises:
-        UsageError: too few steps.
+        steps: that each recording has; None: those of the benchmark's sizes. Too few are a UsageError when it is run.
     """
-    from experiments.bench.verdict_cost import FULL, QUICK, compare_section
 
-    where = _where([], {"numpy": version("numpy")})
-    with console.status("measuring"):
-        measured = [compare_section((QUICK if quick else FULL).with_steps(steps))]
-    _print_section(console, measured[0])
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="A comparison")
+    def measure(quick: bool) -> Iterator[Section]:
+        from experiments.bench.verdict_cost import FULL, QUICK, compare_section
 
+        yield compare_section((QUICK if quick else FULL).with_steps(steps))
 
-def run_scale_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    quick: bool = False,
-    strict: bool = False,
-) -> int:
-    """Simulate recording a model of eight billion parameters on 64 ranks, and compare such recordings.
-
-    Args, returns: as `run_torch_bench`.
-    """
-    from experiments.bench.scale import FULL, SMALL, scale_sections
-
-    where = torch_machine()
-    with console.status("measuring"):
-        measured = scale_sections(SMALL if quick else FULL)
-    for section in measured:
-        _print_section(console, section)
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title="Scale")
+    return Bench("A comparison", lambda: _where([], {"numpy": version("numpy")}), measure)
 
 
-def run_jax_bench(
-    console: Console,
-    *,
-    output: Path | None = None,
-    json_output: Path | None = None,
-    quick: bool = False,
-    strict: bool = False,
-) -> int:
-    """Measure `jax_backend` beside FSDP as JAX users write it by hand and beside a replicated model: time, compilation, memory.
+def scale_bench() -> Bench:
+    """A simulation of recording a model of eight billion parameters on 64 ranks, and the comparison of such recordings."""
 
-    Args, returns: as `run_torch_bench`.
-    """
-    from experiments.bench.jax_step import FULL, QUICK, jax_sections
+    def measure(quick: bool) -> Sequence[Section]:
+        from experiments.bench.scale import FULL, SMALL, scale_sections
 
-    where = jax_machine()
-    with console.status("measuring"):
-        measured = jax_sections(QUICK if quick else FULL)
-    for section in measured:
-        _print_section(console, section)
-    title = "jax_backend beside JAX"
-    return _conclude(console, where, measured, output, json_output, quick=quick, strict=strict, title=title)
+        return scale_sections(SMALL if quick else FULL)
+
+    return Bench("Scale", torch_machine, measure)
+
+
+def jax_bench() -> Bench:
+    """`jax_backend` beside FSDP as JAX users write it by hand and beside a replicated model: time, compilation, memory."""
+
+    def measure(quick: bool) -> Sequence[Section]:
+        from experiments.bench.jax_step import FULL, QUICK, jax_sections
+
+        return jax_sections(QUICK if quick else FULL)
+
+    return Bench("jax_backend beside JAX", jax_machine, measure)
 
 
 def _print_section(console: Console, section: Section) -> None:
@@ -238,28 +215,6 @@ def _print_section(console: Console, section: Section) -> None:
     if section.grid is not None:
         print_grid(console, section.grid)
         console.print()
-
-
-def _conclude(
-    console: Console,
-    where: dict[str, Any],
-    measured: Sequence[Section],
-    output: Path | None,
-    json_output: Path | None,
-    *,
-    quick: bool,
-    strict: bool,
-    title: str = "torch_backend beside torch",
-) -> int:
-    """Say where it was measured, write the files, and return the exit status."""
-    console.print(torch_machine_line(where), highlight=False)
-    if json_output is not None:
-        json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
-        console.print(f"figures: {json_output}", highlight=False)
-    if output is not None:
-        output.write_text(torch_markdown(where, measured, title))
-        console.print(f"figures: {output}", highlight=False)
-    return 1 if strict and not all(section.ok for section in measured) else 0
 
 
 def torch_machine() -> dict[str, Any]:

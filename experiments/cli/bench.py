@@ -1,11 +1,14 @@
 """The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crossframe.cli.console import console, exit_on_error
+
+if TYPE_CHECKING:
+    from experiments.bench.command import Bench
 
 bench = typer.Typer(no_args_is_help=True, help="Measure, side by side in one run.")
 Json = Annotated[Path | None, typer.Option(help="JSON file for the figures. Default: none")]
@@ -36,14 +39,10 @@ def bench_torch(
     strict: Strict = False,
 ) -> None:
     """Measure torch_backend beside torch's FSDP1, FSDP2 and DDP: time of a step, bookkeeping, memory, and GPUs if there are."""
-    from experiments.bench.command import run_torch_bench
+    from experiments.bench.command import torch_bench
 
     with exit_on_error():
-        raise typer.Exit(
-            run_torch_bench(
-                console, output=output, json_output=json, sections=section or (), quick=quick, strict=strict
-            )
-        )
+        _run(torch_bench(section or ()), json, output, quick=quick, strict=strict)
 
 
 @bench.command("state")
@@ -54,10 +53,10 @@ def bench_state(
     strict: Strict = False,
 ) -> None:
     """Measure state dicts and checkpoints of torch_backend beside those of torch's FSDP1 and FSDP2: time and memory."""
-    from experiments.bench.command import run_state_bench
+    from experiments.bench.command import state_bench
 
     with exit_on_error():
-        raise typer.Exit(run_state_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+        _run(state_bench(), json, output, quick=quick, strict=strict)
 
 
 @bench.command("recorder")
@@ -69,14 +68,10 @@ def bench_recorder(
     strict: Strict = False,
 ) -> None:
     """Measure what recording costs a training loop of torch: steps with and without it, for our FSDP1 and torch's DDP."""
-    from experiments.bench.command import run_recorder_bench
+    from experiments.bench.command import recorder_bench
 
     with exit_on_error():
-        raise typer.Exit(
-            run_recorder_bench(
-                console, output=output, json_output=json, engines=engine or (), quick=quick, strict=strict
-            )
-        )
+        _run(recorder_bench(engine or ()), json, output, quick=quick, strict=strict)
 
 
 @bench.command("compare")
@@ -88,12 +83,10 @@ def bench_compare(
     strict: Strict = False,
 ) -> None:
     """Measure a comparison of sketch recordings of a billion parameters on 64 ranks: time and memory, and when all is equal."""
-    from experiments.bench.command import run_compare_bench
+    from experiments.bench.command import compare_bench
 
     with exit_on_error():
-        raise typer.Exit(
-            run_compare_bench(console, output=output, json_output=json, steps=steps, quick=quick, strict=strict)
-        )
+        _run(compare_bench(steps), json, output, quick=quick, strict=strict)
 
 
 @bench.command("scale")
@@ -104,10 +97,10 @@ def bench_scale(
     strict: Strict = False,
 ) -> None:
     """Simulate recording a model of eight billion parameters on 64 ranks: time and bytes of a rank, files, and a comparison."""
-    from experiments.bench.command import run_scale_bench
+    from experiments.bench.command import scale_bench
 
     with exit_on_error():
-        raise typer.Exit(run_scale_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+        _run(scale_bench(), json, output, quick=quick, strict=strict)
 
 
 @bench.command("jax")
@@ -118,10 +111,10 @@ def bench_jax(
     strict: Strict = False,
 ) -> None:
     """Measure jax_backend beside FSDP as JAX users write it, and beside a replicated model: time, compilation, memory."""
-    from experiments.bench.command import run_jax_bench
+    from experiments.bench.command import jax_bench
 
     with exit_on_error():
-        raise typer.Exit(run_jax_bench(console, output=output, json_output=json, quick=quick, strict=strict))
+        _run(jax_bench(), json, output, quick=quick, strict=strict)
 
 
 @bench.command("own")
@@ -163,3 +156,9 @@ def bench_own(
                 keep=keep,
             )
         )
+
+
+def _run(bench: "Bench", json: Path | None, output: Path | None, *, quick: bool, strict: bool) -> None:
+    from experiments.bench.command import run_bench
+
+    raise typer.Exit(run_bench(console, bench, output=output, json_output=json, quick=quick, strict=strict))
