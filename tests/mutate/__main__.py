@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-# What commands print is tested by running them, in tests/across, which takes too long here.
+# Most of what commands print is tested in tests/across, by running them, which takes too long here.
 PRINTED = ("crossframe/cli", "crossframe/report", "crossframe/explorer")
 REQUIRED = 0.95
 # By the clock, for tests that wait; the limits of each test are of the processor's time.
