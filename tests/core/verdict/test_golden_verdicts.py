@@ -67,10 +67,10 @@ def verdict(name: str, folder: Path) -> PairVerdict:
     options, others, perturbed, faults = CASES[name]
     sides = []
     for side, (chosen, number, does) in enumerate(zip((options, others), perturbed, (Faults(), faults), strict=True)):
-        at = folder / "ab"[side]
-        sides.append(record(at, does, noise=side, **{"world_size": 2} | chosen))
+        at, made = folder / "ab"[side], {"world_size": 2, **chosen}
+        sides.append(record(at, does, noise=side, **made))
         for i in range(1, number + 1):
-            record(at / perturbed_run_folder(i), does, noise=10 * side + i + 1, **{"world_size": 2} | chosen)
+            record(at / perturbed_run_folder(i), does, noise=10 * side + i + 1, **made)
     return compare(*sides)
 
 
