@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from crossframe.alignment.align import Arrays
+from crossframe.alignment.matching import Arrays
 from crossframe.checkpoint import INDEX, MODEL, read
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError

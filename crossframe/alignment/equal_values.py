@@ -1,0 +1,215 @@
+"""Tells parameters with equal values apart: by gradients, by their modules, by the order of use, and by names."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from crossframe.alignment.matching import (
+    FAR,
+    GRADIENTS,
+    MODULES,
+    NAMES,
+    SIMILAR,
+    USE,
+    VALUES,
+    Arrays,
+    Matching,
+    num_wide,
+    same_value,
+    varies,
+)
+from crossframe.alignment.module_names import enclosing, first_part, is_in, module_of
+from crossframe.alignment.order_of_dims import is_near, pair
+from crossframe.alignment.portions import bias_text
+from crossframe.param_map import MapEntry
+from crossframe.rearrange import Rearrangement
+
+
+def join_bias(matching: Matching, name: str) -> bool:
+    """Add a parameter with one value that joins arrays as another one of its module does."""
+    module = name.rpartition(".")[0]
+    siblings = [
+        entry for entry in matching.entries.values() if len(entry.paths) > 1 and module_of(entry.name) == module
+    ]
+    for sibling in siblings:
+        found = (_sibling_of(matching, matching.first[name], path) for path in sibling.paths)
+        paths = tuple(path for path in found if path is not None)
+        if len(paths) < len(sibling.paths):
+            continue
+        pattern, num_dims = sibling.pattern, matching.second[paths[0]].ndim
+        if pattern is not None:
+            pattern = bias_text(pattern, num_dims, dim=Rearrangement(pattern).joint_dim, after=True)
+        if (pattern is not None or num_dims == 1) and matching.fits(
+            entry := MapEntry(name, paths, pattern, sibling.rows)
+        ):
+            return matching.add_verified([entry], MODULES)
+    return False
+
+
+def _sibling_of(matching: Matching, array: np.ndarray, path: str) -> str | None:
+    """The only open array in the module of a path with the only value of another array."""
+    inside = [
+        other
+        for other in matching.open_paths()
+        if module_of(other) == module_of(path) and same_value(matching.second[other], array)
+    ]
+    return inside[0] if len(inside) == 1 else None
+
+
+def split_bias(matching: Matching, path: str) -> bool:
+    """Add parameters with one value that are portions of an array as others of its module are."""
+    module, array = module_of(path), matching.second[path]
+    siblings = [entry for entry in matching.entries.values() if entry.selects and module_of(entry.paths[0]) == module]
+    entries = []
+    for sibling in siblings:
+        names = [
+            name
+            for name in matching.open_names()
+            if module_of(name) == module_of(sibling.name) and same_value(matching.first[name], array)
+        ]
+        assert sibling.pattern is not None
+        form = Rearrangement(sibling.pattern)
+        texts = (bias_text(sibling.pattern, array.ndim, dim=dim, after=False) for dim in range(len(form.left)))
+        fits = [
+            entry
+            for text in texts
+            if text and len(names) == 1 and matching.fits(entry := MapEntry(names[0], path, text)) and entry.selects
+        ]
+        if len(fits) != 1:
+            return False
+        entries.append(fits[0])
+    return bool(entries) and matching.add_verified(entries, MODULES)
+
+
+def by_gradients_or_modules(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameters of a group that gradients or modules tell apart; whether there was one."""
+    names = [name for name in names if name not in matching.entries]
+    paths = [path for path in paths if path not in matching.owners]
+    decided = False
+    for name in names:
+        near = [path for path in paths if path not in matching.owners and is_near(matching, name, path)]
+        if len(near) == 1 and sum(is_near(matching, other, near[0]) for other in names) == 1:
+            decided |= pair(matching, name, near[0], GRADIENTS)
+            continue
+        there = _of_module(matching, name, names, [path for path in paths if path not in matching.owners])
+        if there is not None:
+            decided |= pair(matching, name, there, MODULES)
+    return decided
+
+
+def _of_module(matching: Matching, name: str, names: Sequence[str], paths: Sequence[str]) -> str | None:
+    """The only one of these paths in the module of a name, if it is the only one of these names there."""
+    for module in enclosing(name):
+        known = {each for each in matching.entries if is_in(each, module)}
+        alike = [other for other in names if other not in matching.entries and is_in(other, module)]
+        if not known or any(is_in(each, module) for each in matching.open_varied[0]):
+            continue
+        wanted = {path for each in known for path in matching.entries[each].paths}
+        modules = {there for path in wanted for there in enclosing(path)}
+        for there in sorted(modules, key=len, reverse=True):
+            inside = [path for path in paths if is_in(path, there)]
+            owned = {path for path in matching.owners if is_in(path, there)}
+            owners = {name for path in owned for name in matching.owners[path]}
+            unknown = any(is_in(path, there) for path in matching.open_varied[1])
+            if owners == known and owned == wanted and not unknown and len(inside) == len(alike) == 1:
+                return inside[0]
+    return None
+
+
+def last_of_values(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameter of an array that is the only one left of those with its values; whether there was one."""
+    names = [name for name in names if name not in matching.entries]
+    paths = [path for path in paths if path not in matching.owners]
+    # Tied names, of which the first one has the array.
+    is_owner = len(names) == 1 or (len(names) > 1 and varies(matching.first[names[0]]))
+    return is_owner and len(paths) == 1 and pair(matching, names[0], paths[0], VALUES)
+
+
+def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameters whose gradients are more similar to each other than to all others; whether there was one.
+
+    A fault changes gradients less than another parameter does.
+    """
+    names = [name for name in names if name not in matching.entries and name in matching.gradients[0]]
+    paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
+    if not names or not paths or any(num_wide(matching.first[name].shape) > 1 for name in names):
+        return False  # of several dims the order is open too
+    apart = 1 - _directions(names, matching.gradients[0]) @ _directions(paths, matching.gradients[1]).T
+    decided = False
+    for i, name in enumerate(names):
+        j = int(apart[i].argmin())
+        others = np.append(np.delete(apart[i], j), np.delete(apart[:, j], i))
+        if apart[i, j] < FAR and apart[i, j] < FAR * others.min(initial=2.0):
+            decided |= pair(matching, name, paths[j], SIMILAR)
+    return decided
+
+
+def by_order_of_use(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameters whose modules are used after the same aligned ones, if there is one of them in each model; whether
+    there was one.
+
+    A fault changes values, but seldom the order in which modules are used.
+    """
+    ours, theirs = (
+        {each: place for each in group if (place := matching.places[i].get(module_of(each))) is not None}
+        for i, group in enumerate((names, paths))
+    )
+    known: list[tuple[str, int, int]] = []
+    for name, entry in matching.entries.items():
+        own = matching.places[0].get(module_of(name))
+        others = [matching.places[1].get(module_of(path)) for path in entry.paths]
+        if own is not None and None not in others:
+            known.append((name, own, min(place for place in others if place is not None)))
+    before = [
+        {
+            each: [name for name, *places in sorted(known, key=lambda row: row[i + 1]) if places[i] < place]
+            for each, place in side.items()
+            if each not in (matching.entries, matching.owners)[i]
+        }
+        for i, side in enumerate((ours, theirs))
+    ]
+    decided = False
+    for name, earlier in before[0].items():
+        alike = [
+            [each for each, other in side.items() if set(other) == set(earlier) and other[-1:] == earlier[-1:]]
+            for side in before
+        ]
+        if earlier and len(alike[0]) == len(alike[1]) == 1:
+            decided |= pair(matching, name, alike[1][0], USE)
+    return decided
+
+
+def by_names(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameters that have the same name in modules that enclose the same aligned parameters; whether there was
+    one."""
+    names = [name for name in names if name not in matching.entries]
+    paths = [path for path in paths if path not in matching.owners]
+    inside = [
+        [(each, module) for each in group if (module := _enclosing_known(matching, each, known)) is not None]
+        for group, known in ((names, matching.entries), (paths, matching.owners))
+    ]
+    decided = False
+    for name, module in inside[0]:
+        known = {each for each in matching.entries if is_in(each, module)}
+        own = first_part(name, module)
+        twice = [each for each, other in inside[0] if other == module and first_part(each, other) == own]
+        there = [
+            path
+            for path, other in inside[1]
+            if first_part(path, other) == own
+            and {each for p in matching.owners if is_in(p, other) for each in matching.owners[p]} == known
+        ]
+        if len(twice) == len(there) == 1:
+            decided |= pair(matching, name, there[0], NAMES)
+    return decided
+
+
+def _enclosing_known(matching: Matching, name: str, known: Iterable[str]) -> str | None:
+    """The innermost module that encloses a parameter and an aligned one."""
+    return next((module for module in enclosing(name) if any(is_in(each, module) for each in known)), None)
+
+
+def _directions(names: Sequence[str], gradients: Arrays) -> np.ndarray:
+    """Gradients of one size as rows of norm 1; of norm 0 if they are zero."""
+    rows = np.stack([gradients[name].astype(np.float64).reshape(-1) for name in names])
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)

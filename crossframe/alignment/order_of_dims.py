@@ -1,0 +1,93 @@
+"""Adds pairs of parameters with the order of their dims, which values, gradients or the other parameters of a module show."""
+
+import math
+
+import numpy as np
+
+from crossframe.alignment.matching import FAR, NEAR, Matching, num_wide, relative_distance, varies
+from crossframe.alignment.module_names import module_of
+from crossframe.alignment.portions import bias_text
+from crossframe.alignment.solve import rearrangements, solve
+from crossframe.param_map import MapEntry
+from crossframe.rearrange import Rearrangement
+
+
+def pair(matching: Matching, name: str, path: str, evidence: str) -> bool:
+    """Add one parameter, if a rearrangement of its dims is known."""
+    found = _rearrangement(matching, name, path)
+    if found is not None:
+        identity = matching.first[name].shape == matching.second[path].shape and found.is_identity
+        matching.add(MapEntry(name, path, None if identity else found.text), evidence)
+    return found is not None
+
+
+def _rearrangement(matching: Matching, name: str, path: str) -> Rearrangement | None:
+    """That of the values. If these fit several: the one that the gradients fit, or that joins or permutes dims as another
+    parameter of the same module does."""
+    array, other = matching.first[name], matching.second[path]
+    found = solve(array, other)
+    if found is None or varies(array):
+        return found
+    if num_wide(array.shape) == num_wide(other.shape) == 1:
+        return _order_of_bias(matching, name, path, found)
+    fits = list(rearrangements(array.shape, other.shape))
+    if len(fits) == 1:
+        return found
+    distances = [distance(matching, name, path, each) for each in fits]
+    near = [each for each, distance in zip(fits, distances, strict=True) if distance < NEAR]
+    if len(near) == 1 and sum(distance > FAR for distance in distances) == len(fits) - 1:
+        return near[0]
+    known = _joins_in_module(matching, name)
+    alike = [each for each in fits if (joins := each.joins(other.shape)) and joins <= known]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _order_of_bias(matching: Matching, name: str, path: str, unchanged: Rearrangement) -> Rearrangement | None:
+    """That of an array with one value and one wide dim, which is permuted as the weights of its module are; None if these
+    have several such dims, and gradients do not tell which one it belongs to."""
+    places = np.arange(matching.second[path].size).reshape(matching.second[path].shape)
+    fits: dict[bytes, Rearrangement] = {}  # by the order of elements that they give
+    for entry in matching.entries.values():
+        is_sibling = module_of(entry.name) == module_of(name) and module_of(entry.paths[0]) == module_of(path)
+        if not is_sibling or len(entry.paths) > 1 or entry.selects or entry.pads:
+            continue
+        weight = matching.first[entry.name]
+        pattern = entry.pattern or Rearrangement.transposing(tuple(range(weight.ndim))).text
+        for dim, size in enumerate(weight.shape):
+            text = bias_text(pattern, places.ndim, dim=dim, after=True) if size == places.size else None
+            if text is not None and matching.fits_shape(MapEntry(name, path, text)):
+                form = Rearrangement(text)
+                fits.setdefault(form(places).tobytes(), form)
+    same = unchanged(places).tobytes()
+    if fits.keys() <= {same}:
+        return unchanged
+    if len(fits) == 1:
+        return next(iter(fits.values()))
+    near = [form for form in fits.values() if distance(matching, name, path, form) < NEAR]
+    return near[0] if len(near) == 1 else None
+
+
+def _joins_in_module(matching: Matching, name: str) -> set[tuple[tuple[int, int], ...]]:
+    """How other parameters of a module join dims."""
+    module = name.rpartition(".")[0]
+    entries = [
+        entry for entry in matching.entries.values() if entry.name.rpartition(".")[0] == module and entry.pattern
+    ]
+    return {
+        join
+        for entry in entries
+        for join in Rearrangement(entry.pattern or "").joins(matching.second[entry.paths[0]].shape)
+    }
+
+
+def distance(matching: Matching, name: str, path: str, found: Rearrangement | None) -> float:
+    """The relative distance of the gradients; NaN if one is missing or zero."""
+    gradient, other = matching.gradients[0].get(name), matching.gradients[1].get(path)
+    if gradient is None or other is None or found is None:
+        return math.nan
+    return relative_distance(gradient, found(other))
+
+
+def is_near(matching: Matching, name: str, path: str) -> bool:
+    array, other = matching.first[name], matching.second[path]
+    return any(distance(matching, name, path, each) < NEAR for each in rearrangements(array.shape, other.shape))
