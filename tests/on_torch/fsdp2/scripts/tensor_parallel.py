@@ -5,6 +5,7 @@
 
 import copy
 import functools
+import math
 from typing import Any
 
 import torch
@@ -132,16 +133,21 @@ def tensor_parallel_from_meta(side):
     return [seen, values(model)]
 
 
-@scenario(num_ranks=4)
-def tensor_parallel_in_replicas(side):
-    """A mesh of three axes: one replica, two shards, two of tensor parallelism."""
-    mesh = mesh_of((1, 2, 2), ("replicate", "shard", "tp"))
+def _in_replicas(side: Side, shape: tuple[int, int, int]) -> list[Any]:
+    mesh = mesh_of(shape, ("replicate", "shard", "tp"))
     model = linears(6, 8, 4)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     side.fully_shard(model[0], mesh=mesh["replicate", "shard"])
     side.fully_shard(model, mesh=mesh["replicate", "shard"])
     model(torch.ones(3, 6) * (1 + side.rank // 2)).square().sum().backward()
     return [look(model), values(model)]
+
+
+# Replicas, shards and ranks of tensor parallelism: each axis of one rank in turn, then all of two.
+for _shape in ((1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)):
+    scenario(math.prod(_shape), name=f"tensor_parallel_in_replicas_{'x'.join(map(str, _shape))}")(
+        functools.partial(_in_replicas, shape=_shape)
+    )
 
 
 @scenario(num_ranks=4)
