@@ -385,40 +385,28 @@ class Recorder(Sink, Listener):
         return self._view is not None and any(not held.param.is_cpu for held in self._view.held)
 
     def _step_arguments(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _StepArguments:
-        if self._pipeline is not None:
-            return self._stage_arguments(self._pipeline, loss, batch, sample_ids)
-        losses = self._losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
-        if not losses:
-            raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
+        """The loss and batch of a step. In a pipeline the last stage has the loss, and the first one the batch."""
+        pipeline = self._pipeline
+        losses: list[Tensor | float] = []
+        if pipeline is None or pipeline.is_last:
+            losses = self._losses if pipeline is None else []  # a schedule divides those on which it calls backward
+            losses = losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
+            if not losses and pipeline is not None:
+                raise UsageError(
+                    "Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step"
+                )
+            if not losses:
+                raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
+        if pipeline is not None and not pipeline.is_first:
+            return _StepArguments(losses, [])
         if isinstance(batch, str):
             if sample_ids is None and not self._microbatches:
                 raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
             return _StepArguments(losses, self._microbatches, batch, sample_ids)
         microbatches = self._microbatches if batch is None else [list(tensors_in(batch))]
         if not any(microbatches):
-            raise UsageError("Recorder.step: no forward with tensors was seen in this step; pass batch=")
-        return _StepArguments(losses, microbatches, None, sample_ids)
-
-    def _stage_arguments(
-        self, pipeline: Pipeline, loss: Any, batch: Any, sample_ids: Sequence[int] | None
-    ) -> _StepArguments:
-        """The batch of the first stage, and the loss of the last one."""
-        losses: list[Tensor | float] = []
-        if pipeline.is_last:
-            if loss is None:
-                raise UsageError(
-                    "Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step"
-                )
-            losses = [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
-        if not pipeline.is_first:
-            return _StepArguments(losses, [])
-        if isinstance(batch, str):
-            return _StepArguments(losses, self._microbatches, batch, sample_ids)
-        microbatches = self._microbatches if batch is None else [list(tensors_in(batch))]
-        if not any(microbatches):
-            raise UsageError(
-                "Recorder.step: no forward with tensors was seen on the first stage in this step; pass batch="
-            )
+            where = "" if pipeline is None else "on the first stage "
+            raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
         return _StepArguments(losses, microbatches, None, sample_ids)
 
     def _write_waiting(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import torch_backend as ours
+from crossframe.errors import UsageError
 from crossframe.inspection import inspect
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording import Recording
@@ -23,6 +24,7 @@ from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.recording.mapped import mapped
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
+from torch_backend.recorder._pipeline import infers_shapes
 
 WIDTH, WORDS, LENGTH, SAMPLES = 8, 12, 6, 4
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
@@ -366,6 +368,50 @@ def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path,
     found = compare(one, wrong)
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
     assert found.first_divergence.module == "norm"
+
+
+def private_names(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
+    """(of each forward of a stage, whether it is seen to infer shapes; the private names of torch's fully_shard that lack)."""
+
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            inferring.append(infers_shapes())
+            return super().forward(x)
+
+    inferring: list[bool] = []
+    model: Any = Asking(4, 4)
+    schedule = Schedule1F1B(PipelineStage(model, rank, 2, torch.device("cpu")), 2, loss_fn=functional.mse_loss)
+    schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), **({"target": torch.ones(4, 4)} if rank == 1 else {}))
+    state: Any = model
+    theirs.fully_shard(model)
+    for i, name in enumerate(path := ["_get_fsdp_state", "_fsdp_param_group", "mesh_info", "shard_mesh_dim"]):
+        if not hasattr(state, name):
+            return inferring, path[i:]
+        state = getattr(state, name)() if i == 0 else getattr(state, name)
+    return inferring, []
+
+
+def test_torch_has_the_private_names_that_the_recorder_reads(ranks):
+    for inferring, missing in ranks.run(2, private_names):
+        assert inferring == [True, False, False], "torch.distributed.pipelining.stage infers shapes in other functions"
+        assert not missing, f"torch's fully_shard has no {missing[0]}"
+
+
+def refused_digest(rank: int, world_size: int, directory: str) -> str:
+    model = Staged(rank)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    options: dict[str, Any] = {"name": "net", "every": 1, "pipeline": dist.group.WORLD, "units": Block}
+    try:
+        with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
+            if rank == 0:
+                recorder.step(batch="0" * 64)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_digest_on_the_first_stage_needs_sample_ids(ranks, tmp_path):
+    assert "sample_ids=" in ranks.run(2, refused_digest, str(tmp_path / "refused"))[0]
 
 
 def attention(x: Tensor, qkv: nn.Linear, group: Any) -> Tensor:
