@@ -1,0 +1,1 @@
+"""Trainers that this project did not write: README.md."""
