@@ -29,10 +29,11 @@ MAY_NOT = {
     "experiments": ("torch.distributed.fsdp", "tests"),
 }
 # What compares with torch's own FSDP imports it, and nothing else does.
-# Scripts of the untouched cases stand for code of users, who train with torch's FSDP.
+# Scripts of the untouched cases and of the clients stand for code of users, who train with torch's FSDP.
 MAY_YET = {
     "torch.distributed.fsdp": (
         *("experiments/spec/", "experiments/bench/", "experiments/parallelism/", "experiments/untouched/scripts/"),
+        "experiments/clients/",
     ),
 }
 # JAX's libraries stay at its edges.
