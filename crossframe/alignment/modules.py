@@ -45,8 +45,9 @@ def match_activations(first: Recording, second: Recording, param_map: ParamMap) 
     Args:
         param_map: names of the first recording, and as paths those of the second one.
     """
-    steps = range(min(first.num_steps, second.num_steps))
-    step = next((step for step in steps if first.activations(step) and second.activations(step)), None)
+    step = next(
+        (step for step in first.steps_with(second) if first.activations(step) and second.activations(step)), None
+    )
     if step is None:
         return {}
     near = max(_NEAR, _ROUNDINGS * unit_roundoff(coarser(first.manifest.dtype, second.manifest.dtype)))

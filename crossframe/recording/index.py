@@ -88,7 +88,7 @@ class StepLines:
 
 
 @dataclass(frozen=True)
-class Disagreement:
+class UnequalRanks:
     """A tensor of which the ranks that compute one replica together must have the same values, and have not.
 
     Attributes:
@@ -108,7 +108,7 @@ class Disagreement:
     axis: str
     ranks: tuple[int, ...]
 
-    def with_those_of(self, other: "Disagreement") -> "Disagreement":
+    def with_those_of(self, other: "UnequalRanks") -> "UnequalRanks":
         """Of both, which are those of two shards of one tensor."""
         largest = max(self.difference, other.difference)
         return replace(self, difference=largest, ranks=tuple(sorted({*self.ranks, *other.ranks})))
@@ -137,7 +137,7 @@ class RankIndex:
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
-    disagreements: list[Disagreement] = field(default_factory=list)
+    disagreements: list[UnequalRanks] = field(default_factory=list)
 
     def count(self, step: int, name: str) -> float | None:
         """The optimizer's count of its steps for a parameter; None if it has none."""
@@ -291,7 +291,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
                     f"{where}: expected the phase of a tensor or an activation, got {quote(fields['phase'])}; record again"
                 )
             stated = ("step", "phase", "unit", "name", "use", "difference", "axis")
-            found = Disagreement(**{name: fields[name] for name in stated}, ranks=tuple(fields["ranks"]))
+            found = UnequalRanks(**{name: fields[name] for name in stated}, ranks=tuple(fields["ranks"]))
             index.disagreements.append(found)
         case "count":
             _check_param(fields, manifest, where)

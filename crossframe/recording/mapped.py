@@ -19,7 +19,7 @@ from crossframe.params import ParamSpec
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.event_format import FORWARD, WHOLE_ON_RANK
-from crossframe.recording.index import Disagreement
+from crossframe.recording.index import UnequalRanks
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.reader import Recording
@@ -194,7 +194,7 @@ class MappedRecording(Recording):
             if of == (module, use) or self.source.activation_sketch(step, 0, microbatch, module, use) is None
         ]
 
-    def disagreements(self, steps: int) -> list[Disagreement]:
+    def disagreements(self, steps: int) -> list[UnequalRanks]:
         """Those of the recording, in its order; a module without a counterpart keeps its name."""
         names = {path: name for name in self.manifest.params for path in self._paths(name)}
         modules = {theirs: of for of, (theirs, _) in self._given.items()}

@@ -18,7 +18,7 @@ from crossframe.mesh import check_rank
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
-from crossframe.recording.index import Batch, Disagreement, RankIndex, read_index
+from crossframe.recording.index import Batch, RankIndex, UnequalRanks, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
@@ -113,6 +113,10 @@ class Recording:
             self._views[moved] = view = copy.copy(self)
             view._moved, view._views = moved, {}
         return self._views[moved]
+
+    def steps_with(self, other: "Recording") -> range:
+        """The steps that this recording and another one have completed."""
+        return range(min(self.num_steps, other.num_steps))
 
     def first(self, num_steps: int) -> "Recording":
         """A view of the first steps of this recording.
@@ -335,17 +339,17 @@ class Recording:
         self._check(step, rank)
         return self._indexes[rank].norms.get(step)
 
-    def disagreements(self, steps: int) -> list[Disagreement]:
+    def disagreements(self, steps: int) -> list[UnequalRanks]:
         """Tensors of the first `steps` steps that are not the same on all ranks that compute one replica together, in causal
         order: gradients as backward computes them."""
-        found: dict[tuple[int, str, str, str], Disagreement] = {}
+        found: dict[tuple[int, str, str, str], UnequalRanks] = {}
         for each in (each for index in self._indexes for each in index.disagreements if each.step < steps):
             key = (each.step, each.phase, each.name, each.use)
             found[key] = each.with_those_of(found[key]) if key in found else each
         params, backward = list(self.manifest.params), self.backward_order
         phases = [event_format.PARAMETERS, event_format.FORWARD, *event_format.TENSOR_USES]
 
-        def order(each: Disagreement) -> tuple[int, int, int]:
+        def order(each: UnequalRanks) -> tuple[int, int, int]:
             names = backward if each.phase == event_format.REDUCE else params
             place = names.index(each.name) if each.phase != event_format.FORWARD else 0  # its lines are in order
             return each.step, phases.index(each.phase), place

@@ -29,7 +29,7 @@ def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, 
     "equal" asks that each run did what was planned for it, as multisets: a compiler orders as it likes. The plan that is shown
     is that of `a`.
     """
-    if min(a.num_steps, b.num_steps) == 0:
+    if not a.steps_with(b):
         return None
     seen = [collectives(recording.collectives(STEP, RANK)) for recording in (a, b)]
     if not all(seen):

@@ -102,7 +102,7 @@ def compare(
     a, b = in_one_order(naming.a, naming.b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
-    names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), min(a.num_steps, b.num_steps)
+    names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), len(a.steps_with(b))
     settings = differing_settings(a, b)
     if rule_of(a) is not None and rule_of(a) == rule_of(b):  # class names may differ
         settings = tuple(setting for setting in settings if setting.name != "optimizer")

@@ -12,7 +12,7 @@ import math
 
 from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD, PARAMETERS
-from crossframe.recording.index import Disagreement
+from crossframe.recording.index import UnequalRanks
 from crossframe.verdict.divergence_text import NOUNS
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.comparable import labels
@@ -23,9 +23,9 @@ from crossframe.verdict.measure.pair import Pair
 def model_ranks_differ(pair: Pair) -> tuple[Divergence, str] | None:
     """(the first place, the reason) where such ranks of one run differ by more than rounding, and those of the other do not."""
     a, b = pair.a, pair.b
-    steps = min(a.num_steps, b.num_steps)
     found = [
-        {_key(each): each for each in recording.disagreements(steps) if _beyond(each, pair)} for recording in (a, b)
+        {_key(each): each for each in recording.disagreements(pair.num_steps) if _beyond(each, pair)}
+        for recording in (a, b)
     ]
     for own, other, recording, label in zip(found, reversed(found), (a, b), labels(a, b), strict=True):
         alone = [each for key, each in own.items() if key not in other]
@@ -34,7 +34,7 @@ def model_ranks_differ(pair: Pair) -> tuple[Divergence, str] | None:
     return None
 
 
-def _place(each: Disagreement, recording: Recording) -> Divergence:
+def _place(each: UnequalRanks, recording: Recording) -> Divergence:
     if each.phase == FORWARD:
         unit = recording.manifest.maker(each.name, each.use)
         module = each.name or None
@@ -42,15 +42,15 @@ def _place(each: Disagreement, recording: Recording) -> Divergence:
     return Divergence(each.step, each.phase, None, each.unit, each.name, None, None, "model_ranks", each.ranks)
 
 
-def _key(each: Disagreement) -> tuple[int, str, str, str]:
+def _key(each: UnequalRanks) -> tuple[int, str, str, str]:
     return each.step, each.phase, each.name, each.use
 
 
-def _beyond(each: Disagreement, pair: Pair) -> bool:
+def _beyond(each: UnequalRanks, pair: Pair) -> bool:
     return not each.difference <= bounds_for(pair.dtype).parameter
 
 
-def _describe(each: Disagreement, label: str, bound: float) -> str:
+def _describe(each: UnequalRanks, label: str, bound: float) -> str:
     what, advice = (
         f"the {NOUNS[each.phase]} of {each.name!r}",
         "sum it over this axis, or give all of its ranks the same values",

@@ -162,7 +162,7 @@ def needs_full_tensors(judgement: Judgement) -> str | None:
 
 def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     """Return how the batches of two runs differ; None if they are equal over the common steps."""
-    num_steps = min(a.num_steps, b.num_steps)
+    num_steps = len(a.steps_with(b))
     try:
         fed = fed_to(a, num_steps), fed_to(b, num_steps)
     except (KeyError, RecordingError):

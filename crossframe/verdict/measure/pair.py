@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
         self.a, self.b, self.sketched = a, b, sketched
-        self.num_steps = min(a.num_steps, b.num_steps)
+        self.num_steps = len(a.steps_with(b))
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
         self.dtype: str = _dtype_of(a, b)
         self.coarser: int | None = _coarser_of(a, b)
