@@ -8,7 +8,7 @@ WORLD_SIZE ?= 2
 FAULTS ?= 200
 WORKERS ?= 2
 
-.PHONY: parity test exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate format clean
+.PHONY: parity test exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make docs     the documentation site, in site/"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
 	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
+	@echo "make where    the modules, rules and subjects about WORD=, such as WORD=padding"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and what was generated"
 
@@ -72,6 +73,12 @@ spec: $(INSTALLED)
 
 mutate: $(INSTALLED)
 	$(BIN)/python -m tests.mutate --sample $(FAULTS) --seed 1
+
+# The first line of a module or of a name's docstring that has the word, the rules, and the map of folders.
+where:
+	@git grep -inE '^(class |def |""").*$(or $(WORD),$(error make where WORD=padding))' -- 'crossframe/*.py' 'torch_backend/*.py' 'jax_backend/*.py' \
+		'experiments/*.py' | cut -c1-200
+	@grep -inH '$(WORD)' docs/reference/architecture.md docs/rules.md | cut -c1-200
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
