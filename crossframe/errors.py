@@ -85,10 +85,6 @@ class UnsupportedError(CrossframeError, NotImplementedError):
     """An unsupported combination of options, in most cases one that torch rejects too (R23)."""
 
 
-class NonFiniteError(CrossframeError, RuntimeError):
-    """A gradient norm of inf or NaN although a finite one is required (R30). Also a RuntimeError, since torch raises that."""
-
-
 class StateDictError(CrossframeError, RuntimeError):
     """A state dict of a model or an optimizer that does not fit (R36, R37). Also a RuntimeError, since torch raises that. The
     message lists every name, as in torch."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.errors import NonFiniteError, UsageError
+from crossframe.errors import UsageError
 from crossframe.quoting import quote
 
 # As in torch.nn.utils.clip_grad_norm_: added to the norm, which may be 0 and is divided by.
@@ -62,12 +62,3 @@ def norm_dtype(dtypes: Iterable[str]) -> str:
     ('float32', 'float64', 'float32')
     """
     return max(["float32", *dtypes], key=lambda name: numpy_dtype(name).itemsize)
-
-
-def check_finite(norm: float, norm_type: float) -> None:
-    """Raise NonFiniteError if the norm is inf or NaN, for `error_if_nonfinite=True`."""
-    if not math.isfinite(norm):
-        raise NonFiniteError(
-            f"the norm of order {norm_type} over all gradients is {float(norm)}: expected a finite one; look for the first "
-            "step with such a gradient, or pass error_if_nonfinite=False to scale by it all the same"
-        )
