@@ -21,7 +21,7 @@ from crossframe.alignment.solve import rearrangements
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.param_map import ParamMap
 from crossframe.rearrange import Rearrangement
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.recording.mapped import Activations, Of
 
@@ -46,7 +46,7 @@ def match_activations(first: Recording, second: Recording, param_map: ParamMap) 
         param_map: names of the first recording, and as paths those of the second one.
     """
     step = next(
-        (step for step in first.steps_with(second) if first.activations(step) and second.activations(step)), None
+        (step for step in common_steps(first, second) if first.activations(step) and second.activations(step)), None
     )
     if step is None:
         return {}

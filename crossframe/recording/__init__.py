@@ -9,7 +9,7 @@ DIRECTORY/twin00001/                         the recording of a perturbed run (`
 from crossframe.recording.create import create_recording
 from crossframe.recording.index import Batch
 from crossframe.recording.manifest import Manifest
-from crossframe.recording.reader import Recording
+from crossframe.recording.reader import Recording, common_steps
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import WHOLE, Sketch
 from crossframe.recording.writer import RecordingWriter, SilentWriter
@@ -23,5 +23,6 @@ __all__ = [
     "Schedule",
     "SilentWriter",
     "Sketch",
+    "common_steps",
     "create_recording",
 ]

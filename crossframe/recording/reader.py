@@ -114,10 +114,6 @@ class Recording:
             view._moved, view._views = moved, {}
         return self._views[moved]
 
-    def steps_with(self, other: "Recording") -> range:
-        """The steps that this recording and another one have completed."""
-        return range(min(self.num_steps, other.num_steps))
-
     def first(self, num_steps: int) -> "Recording":
         """A view of the first steps of this recording.
 
@@ -450,6 +446,11 @@ class Recording:
             raise RecordingError(f"{self.directory}: {error}") from None
         if type(step) is not int or not 0 <= step < self.num_steps:
             raise RecordingError(f"{self.directory}: expected a step from 0 to {self.num_steps - 1}, got {step!r}")
+
+
+def common_steps(a: Recording, b: Recording) -> range:
+    """The steps that both recordings have completed."""
+    return range(min(a.num_steps, b.num_steps))
 
 
 def _make_room(cache: dict[Any, Any], most: int) -> None:

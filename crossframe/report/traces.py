@@ -5,7 +5,7 @@ from typing import Any
 
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import COLLECTIVES, Event, collectives, difference, summary
 
@@ -29,7 +29,7 @@ def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, 
     "equal" asks that each run did what was planned for it, as multisets: a compiler orders as it likes. The plan that is shown
     is that of `a`.
     """
-    if not a.steps_with(b):
+    if not common_steps(a, b):
         return None
     seen = [collectives(recording.collectives(STEP, RANK)) for recording in (a, b)]
     if not all(seen):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
@@ -102,7 +102,7 @@ def compare(
     a, b = in_one_order(naming.a, naming.b)
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
-    names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), len(a.steps_with(b))
+    names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), len(common_steps(a, b))
     settings = differing_settings(a, b)
     if rule_of(a) is not None and rule_of(a) == rule_of(b):  # class names may differ
         settings = tuple(setting for setting in settings if setting.name != "optimizer")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
 from crossframe.verdict.measure.aligned import At, aligned, shared_activations
 from crossframe.verdict.measure.metrics import distance
@@ -24,7 +24,7 @@ _AS_THEY_ARE = (False, False)
 
 def in_one_order(a: Recording, b: Recording) -> tuple[Recording, Recording]:
     """Return both recordings with the channels of activations moved to dim 1 where needed, so that the orders of dims agree."""
-    steps = [step for step in a.steps_with(b) if a.activations(step) and b.activations(step)]
+    steps = [step for step in common_steps(a, b) if a.activations(step) and b.activations(step)]
     same_framework = a.manifest.framework == b.manifest.framework
     moved: tuple[set[Of], set[Of]] = (set(), set())
     open_ones: dict[Of, list[tuple[bool, bool]]] = {}

@@ -7,7 +7,7 @@ import numpy as np
 
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS
 from crossframe.verdict.diagnosis import (
     count_hypotheses,
@@ -162,7 +162,7 @@ def needs_full_tensors(judgement: Judgement) -> str | None:
 
 def diagnose_batches(a: Recording, b: Recording) -> Diagnosis | None:
     """Return how the batches of two runs differ; None if they are equal over the common steps."""
-    num_steps = len(a.steps_with(b))
+    num_steps = len(common_steps(a, b))
     try:
         fed = fed_to(a, num_steps), fed_to(b, num_steps)
     except (KeyError, RecordingError):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossframe.quoting import quote
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
@@ -100,7 +100,7 @@ def differing_batches(a: Recording, b: Recording) -> Setting | None:
     first, second = labels(a, b)
     if a.manifest.world_size != b.manifest.world_size:
         return None
-    for step in a.steps_with(b):
+    for step in common_steps(a, b):
         for rank in range(a.manifest.world_size):
             if not a.batch(step, rank).has_samples_of(b.batch(step, rank)):
                 text = f"the batch of rank {rank} at step {step} differs between {first} and {second}"
@@ -132,7 +132,7 @@ def _rates(a: Recording, b: Recording) -> list[Setting] | None:
 
     Rates that differ by at most 16 roundings in float32, about the operations of a schedule, count as equal.
     """
-    steps = [step for step in a.steps_with(b) if a.learning_rates(step) and b.learning_rates(step)]
+    steps = [step for step in common_steps(a, b) if a.learning_rates(step) and b.learning_rates(step)]
     for step in steps:
         x, y = a.learning_rates(step), b.learning_rates(step)
         num = min(len(x), len(y)) if len(x) == len(y) else 1  # with different groups, only the first one is compared
@@ -194,11 +194,11 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     alone = [bool(r.manifest.settings.get(FORWARD_ONLY)) for r in (a, b)]
     if alone[0] != alone[1]:
         yield f"{first if alone[0] else second} has forward alone, and {second if alone[0] else first} is of training"
-    if not a.steps_with(b):
+    if not common_steps(a, b):
         yield f"{first if a.num_steps == 0 else second} has no complete step"
     if a.manifest.world_size != b.manifest.world_size:
         by_reason: dict[str, list[int]] = {}
-        for step in a.steps_with(b):
+        for step in common_steps(a, b):
             for reason in _other_samples(a, b, step):
                 by_reason.setdefault(reason, []).append(step)
         for reason, steps in by_reason.items():

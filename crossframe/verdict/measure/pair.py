@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from crossframe.dtypes import coarser, unit_roundoff
-from crossframe.recording import Recording
+from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BACKWARD, PARAMETERS, UPDATE
 from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
         self.a, self.b, self.sketched = a, b, sketched
-        self.num_steps = len(a.steps_with(b))
+        self.num_steps = len(common_steps(a, b))
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
         self.dtype: str = _dtype_of(a, b)
         self.coarser: int | None = _coarser_of(a, b)
