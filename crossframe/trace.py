@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
+from crossframe.mesh import as_range
+
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
@@ -46,7 +48,7 @@ class Event:
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, range):
-            object.__setattr__(self, "group", _compact(tuple(self.group)))
+            object.__setattr__(self, "group", as_range(tuple(self.group)))
 
     def to_json(self) -> dict:
         """The event as a JSON object."""
@@ -58,12 +60,6 @@ class Event:
         names = ("kind", "unit", "phase", "dtype", "num_bytes")
         later = {name: fields[name] for name in ("microbatch", "bucket") if name in fields}
         return cls(*(fields[name] for name in names), group=tuple(fields["group"]), **later)
-
-
-def _compact(ranks: tuple[int, ...]) -> Sequence[int]:
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    even = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step else None
-    return even if even is not None and tuple(even) == ranks else ranks
 
 
 def collectives(events: Iterable[Event]) -> list[Event]:

@@ -1,7 +1,7 @@
 """A model's parameters and units as shapes, without values and without any framework."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,8 +18,9 @@ class ModelShapes:
 
     Attributes:
         name: what it is called.
-        params: in order of registration.
+        params: in order of registration, if `is_ordered`.
         units: modules that are units of their own, in the order of forward. The root "" is one besides, and not listed.
+        is_ordered: False for parameters in another order, such as those of a safetensors file.
 
     Raises:
         ParamError: no tuple of ParamSpec, or a name that belongs to two.
@@ -33,6 +34,7 @@ class ModelShapes:
     name: str
     params: tuple[ParamSpec, ...]
     units: tuple[str, ...] = ()
+    is_ordered: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -78,13 +80,18 @@ class ModelShapes:
         return tuple((unit, tuple(params)) for unit, params in owned.items() if params)
 
     def layouts(
-        self, kind: str, world_size: int, *, keep_original: bool = True, compute_dtype: str | None = None
+        self,
+        kind: str,
+        world_size: int | Mapping[str, int],
+        *,
+        keep_original: bool = True,
+        compute_dtype: str | None = None,
     ) -> tuple[tuple[str, Layout], ...]:
         """The layouts of all units, in the order of `unit_params`.
 
         Args:
             kind: "flat", "per_param" or "ragged". A per-parameter unit that mixes dtypes stands here once for each (R11).
-            world_size: ranks of a shard group.
+            world_size: ranks of a shard group, or of that of each unit by name.
             keep_original, compute_dtype: as in FlatLayout; the other kinds have no such choice.
 
         Raises:
@@ -94,13 +101,14 @@ class ModelShapes:
             raise UsageError(f"unknown kind of layout {quote(kind)}: expected one of {', '.join(LAYOUT_KINDS)}")
         layouts: list[tuple[str, Layout]] = []
         for unit, params in self.unit_params():
+            size = world_size[unit] if isinstance(world_size, Mapping) else world_size
             if kind == "flat":
-                layouts.append((unit, FlatLayout(params, world_size, keep_original, compute_dtype)))
+                layouts.append((unit, FlatLayout(params, size, keep_original, compute_dtype)))
             elif kind == "ragged":
-                layouts.append((unit, RaggedLayout(params, world_size)))
+                layouts.append((unit, RaggedLayout(params, size)))
             else:
                 layouts += [
-                    (unit, PerParamLayout(tuple(param for param in params if param.dtype == dtype), world_size))
+                    (unit, PerParamLayout(tuple(param for param in params if param.dtype == dtype), size))
                     for dtype in dict.fromkeys(param.dtype for param in params)
                 ]
         return tuple(layouts)

@@ -37,7 +37,7 @@ def from_safetensors(path: Path) -> ModelShapes:
             raise UsageError(f"{file}: expected a safetensors file, cannot read it: {error}") from None
     if not params:
         raise UsageError(f"{path}: expected at least one floating tensor in safetensors files, got none")
-    return ModelShapes(path.stem, tuple(params), numbered_blocks(param.name for param in params))
+    return ModelShapes(path.stem, tuple(params), numbered_blocks(param.name for param in params), is_ordered=False)
 
 
 def from_recording(directory: Path) -> ModelShapes:

@@ -106,5 +106,7 @@ CHECKS = (
     Check("clean_names:names", ("R36",), TORCH),
     Check("optim_state:states", ("R37",), TORCH, num_parts=4),
     Check("initial:streams", ("R38",), TORCH, num_parts=4),
+    Check("model_axes:groups", ("R39",), TORCH, num_parts=4),
+    Check("model_axes:parts", ("R39",), TORCH, num_parts=4),
     Check("lifecycle:histories", LIFECYCLE, REFERENCE, num_parts=16),
 )
