@@ -1,4 +1,5 @@
-"""The research commands: parity, train, grid, faults, clean-pairs, kernels, parallelism, untouched, foreign, spec, bench, teach.
+"""The research commands: parity, train, grid, faults, clean-pairs, kernels, parallelism, untouched, foreign, clients,
+spec, bench, teach.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -13,6 +14,7 @@ from crossframe.cli.compare import answer
 from crossframe.cli.console import TRACEBACK, console, errors, exit_on_error
 from crossframe.errors import UsageError
 from crossframe.recording.recorded_steps import window_of
+from experiments.cli import clients as clients_cli
 from experiments.cli import foreign as foreign_cli
 from experiments.cli import kernels as kernels_cli
 from experiments.cli import parallelism as parallelism_cli
@@ -32,6 +34,7 @@ app.add_typer(bench, name="bench")
 add_commands(app)
 untouched_cli.add_commands(app)
 foreign_cli.add_commands(app)
+clients_cli.add_commands(app)
 kernels_cli.add_commands(app)
 parallelism_cli.add_commands(app)
 teach_cli.add_commands(app)

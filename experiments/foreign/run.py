@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -19,17 +17,15 @@ from safetensors.numpy import load_file, save_file
 
 from crossframe.errors import MappingError, UsageError
 from crossframe.param_map import ParamMap
+from experiments.environments import checked, make_virtual_environment, run
 from experiments.untouched.cases import UNNAMED, Fault
-from experiments.untouched.run import DENSE, TIMEOUT, judge_fault, place_of, said_in
+from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
-CODE = HERE.parents[1]
 RESULTS = HERE / "results" / "foreign.json"
 TORCH = ("torch", "timm")
 PERTURBED = {"float64": 0, "float32": 4}
 """Perturbed runs of side a, by dtype."""
-_ENVIRONMENT = {"PYTHONPATH": str(CODE), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-_INSTALLED = ".installed"
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def run_foreign(only: Sequence[str], *, cache: Path, output: Path | None, freeze
     """
     pairs, target = pairs_of(only), output or RESULTS
     pythons = {
-        name: make_environment(name, cache, console)
+        name: make_virtual_environment(name, HERE / "environments" / f"{name}.txt", cache, console)
         for name in sorted({name for each in pairs for name in each.environments})
     }
     known = {each["pair"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
@@ -118,21 +114,6 @@ def run_foreign(only: Sequence[str], *, cache: Path, output: Path | None, freeze
     if not freezes:
         console.print(table_of([known[pair.name] for pair in pairs]), markup=False)
     return int(failed)
-
-
-def make_environment(name: str, cache: Path, console: Console) -> str:
-    """The interpreter of an environment, which pip makes unless the folder has it already."""
-    requirements = HERE / "environments" / f"{name}.txt"
-    folder = cache / f"{name}-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]}"
-    python = str(folder.absolute() / "bin" / "python")
-    if not (folder / _INSTALLED).is_file():
-        console.print(f"making {folder}", markup=False)
-        shutil.rmtree(folder, ignore_errors=True)
-        _checked([sys.executable, "-m", "venv", str(folder)])
-        # Versions of all packages are stated: with dependencies pip would add those that the models do not need.
-        _checked([python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(requirements)])
-        (folder / _INSTALLED).touch()
-    return python
 
 
 def run_pair(pair: Pair, pythons: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -158,7 +139,7 @@ def expected_of(pair: Pair, pythons: Mapping[str, str], folder: Path) -> tuple[d
 
     Leaves in the folder the initial values of side a, and `numbers.safetensors`: side a with a number of its own in each element.
     """
-    _checked(_command(pair, "a", pythons, folder))
+    checked(_command(pair, "a", pythons, folder))
     values, numbers, start = load_file(folder / "a.safetensors"), {}, 1
     for name, value in values.items():
         numbers[name] = value
@@ -166,7 +147,7 @@ def expected_of(pair: Pair, pythons: Mapping[str, str], folder: Path) -> tuple[d
             numbers[name] = np.arange(start, start + value.size, dtype=np.float64).reshape(value.shape)
             start += value.size
     save_file(numbers, folder / "numbers.safetensors")
-    _checked([*_command(pair, "b", pythons, folder), "--convert", str(folder / "numbers.safetensors")])
+    checked([*_command(pair, "b", pythons, folder), "--convert", str(folder / "numbers.safetensors")])
     converted = {path: array for path, array in load_file(folder / "b.safetensors").items() if array.dtype.kind == "f"}
     digest, parts = hashlib.sha256(), {}
     for path, array in sorted(converted.items()):
@@ -188,14 +169,14 @@ def record(pair: Pair, side: str, fault: bool, pythons: Mapping[str, str], folde
         command = [python, "-m", "crossframe", "record", script, *recorded, "--", *given]
     else:
         options += ["--record", str(target)]
-    _checked([*command, *options])
+    checked([*command, *options])
     return target
 
 
 def find_map(runs: Mapping[str, Path], folder: Path) -> Path:
     """The file that `crossframe map` wrote; it does not exist if nothing was found."""
     target = folder / "map.json"
-    _run([sys.executable, "-m", "crossframe", "map", str(runs["a"]), str(runs["b"]), "--output", str(target)])
+    run([sys.executable, "-m", "crossframe", "map", str(runs["a"]), str(runs["b"]), "--output", str(target)])
     return target
 
 
@@ -230,7 +211,7 @@ def judge_map(
 def compare(runs: Mapping[str, Path], report: Path) -> dict[str, Any]:
     """What `crossframe compare` reports."""
     given = ["compare", str(runs["a"]), str(runs["b"]), "--output", str(report)]
-    status, text = _run([sys.executable, "-m", "crossframe", *given])
+    status, text = run([sys.executable, "-m", "crossframe", *given])
     return said_in(report, status, text, report.parent)
 
 
@@ -255,25 +236,6 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _command(pair: Pair, side: str, pythons: Mapping[str, str], folder: Path) -> list[str]:
     return [pythons[pair.environment(side)], str(pair.script(side)), "--values", str(folder)]
-
-
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """(exit status, the end of the output)."""
-    done = subprocess.run(
-        command,
-        env=os.environ | _ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=5 * TIMEOUT,
-    )
-    return done.returncode, done.stdout[-2000:]
-
-
-def _checked(command: Sequence[str]) -> None:
-    status, text = _run(command)
-    if status:
-        raise UsageError(f"{' '.join(command)}: exit status {status}\n{text}")
 
 
 def _write(path: Path, content: Any) -> None:

@@ -136,6 +136,7 @@ def main() -> None:
     trainer = config.build()
     trainer.train()
     trainer.close()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

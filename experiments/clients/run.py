@@ -1,0 +1,284 @@
+"""`python -m experiments clients`: records and compares runs of other people's trainers, and writes expected and found answers.
+
+The answer of a case's first comparison is kept: later runs, with corrected code, add theirs next to it.
+"""
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crossframe.cli.script_imports import is_of_jax
+from crossframe.errors import UsageError
+from experiments.environments import CODE, install_packages, run
+from experiments.untouched.cases import UNNAMED, Fault
+from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "clients.json"
+_COMPARED = re.compile(r"compared: ([\d,]+) quantities")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a client's script.
+
+    Attributes:
+        options: the script's command line.
+        ranks: processes of torchrun, or CPU devices of JAX.
+    """
+
+    options: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two correct runs.
+
+    Attributes:
+        a, b: the runs; `a` has the perturbed runs.
+        expected: any of these verdicts is right.
+    """
+
+    a: Run
+    b: Run
+    expected: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A trainer that this project did not write, and a script that uses it.
+
+    Attributes:
+        folder: has `train.py`, and `requirements.txt` if it needs packages next to those of the development environment.
+        perturbed: perturbed runs of the first run of a pair, and of the right run of the fault.
+        right, wrong: runs of the fault.
+    """
+
+    folder: Path
+    what: str
+    release: str
+    ranks: int
+    perturbed: int
+    pairs: tuple[Pair, ...]
+    fault: Fault
+    right: Run
+    wrong: Run
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "train.py"
+
+    @property
+    def requirements(self) -> Path | None:
+        found = self.folder / "requirements.txt"
+        return found if found.is_file() else None
+
+
+def clients_of(only: Sequence[str] = (), folder: Path = HERE) -> list[Client]:
+    """All clients, or those of these names.
+
+    Raises:
+        UsageError: no client has a name.
+    """
+    found = {path.parent.name: path for path in sorted(folder.glob("*/client.toml"))}
+    if unknown := set(only) - found.keys():
+        raise UsageError(f"clients: expected names of {sorted(found)}, got {sorted(unknown)}")
+    return [_client(found[name].parent, tomllib.loads(found[name].read_text())) for name in only or found]
+
+
+def _client(folder: Path, table: Mapping[str, Any]) -> Client:
+    ranks, perturbed, stated = table["ranks"], table["perturbed"], dict(table["fault"])
+    right, wrong = (Run(stated[key], ranks) for key in ("right", "wrong"))
+    kinds = {"script": "train", "dtypes": [], "world": ranks, "source": "", "diagnosis": UNNAMED}
+    fault = Fault(**{"name": folder.name, "perturbed": perturbed, **kinds, **stated})
+    pairs = tuple(_pair(each, ranks) for each in table["pairs"])
+    return Client(folder, table["what"], table["release"], ranks, perturbed, pairs, fault, right, wrong)
+
+
+def _pair(table: Mapping[str, Any], ranks: int) -> Pair:
+    of_a, of_b = table.get("ranks", (ranks, ranks))
+    return Pair(Run(table["a"], of_a), Run(table["b"], of_b), tuple(table["expected"]))
+
+
+def run_clients(only: Sequence[str], *, cache: Path, output: Path | None, console: Console) -> int:
+    """Run clients and write their results; returns the exit status, 0 unless something could not be run.
+
+    Args:
+        only: names of clients. Empty: all.
+        cache: folder of packages, which are installed where they are missing.
+        output: JSON of results, and beside it Markdown. Results of other clients that it has are kept.
+    """
+    clients, target = clients_of(only), output or RESULTS
+    known = {each["client"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
+    failed = False
+    for client in clients:
+        folder = Path(tempfile.mkdtemp(prefix="clients-"))
+        try:
+            found = run_client(client, cache, folder, console)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        failed |= any(case["said"]["verdict"] == "failed" for case in found["cases"])
+        known[client.name] = with_first_answers(found, known.get(client.name))
+        rows = [known[name] for name in sorted(known)]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(rows, indent=1) + "\n")
+        target.with_suffix(".md").write_text(table_of(rows))
+    console.print(table_of([known[client.name] for client in clients]), markup=False)
+    return int(failed)
+
+
+def run_client(client: Client, cache: Path, folder: Path, console: Console) -> dict[str, Any]:
+    """Record the runs of a client, each once, compare and judge."""
+    environment = {}
+    if client.requirements is not None:
+        packages = install_packages(client.name, client.requirements, cache, console)
+        environment["PYTHONPATH"] = f"{CODE}:{packages}"
+    with_perturbed = {client.right, *(pair.a for pair in client.pairs)}
+    recorded: dict[tuple[Run, int], tuple[Path, str]] = {}
+
+    def recording(each: Run, copy: int) -> tuple[Path, str]:
+        """(path, why it failed or ""); a run that is compared with itself is recorded twice."""
+        if (each, copy) not in recorded:
+            path = folder / _file_name(each, copy)
+            perturbed = client.perturbed if each in with_perturbed and not copy else 0
+            recorded[each, copy] = path, record(client, each, path, perturbed, environment)
+        return recorded[each, copy]
+
+    def answer(a: Run, b: Run) -> dict[str, Any]:
+        said = _compare(recording(a, 0), recording(b, int(a == b)), folder / "report")
+        console.print(f"{client.name}: {_text(a)}, {_text(b)}: {said['verdict']}", markup=False)
+        return said
+
+    cases = [_judged_pair(pair, answer(pair.a, pair.b)) for pair in client.pairs]
+    cases.append(_judged_fault(client, answer(client.right, client.wrong)))
+    return {
+        "client": client.name,
+        "what": client.what,
+        "release": client.release,
+        "cases": cases,
+    }
+
+
+def record(client: Client, of: Run, path: Path, perturbed: int, environment: Mapping[str, str]) -> str:
+    """Record a run and so many perturbed runs; returns why that failed, or ""."""
+    given = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--perturbed-runs", str(perturbed)]
+    if is_of_jax(client.script):
+        environment = {**environment, "JAX_NUM_CPU_DEVICES": str(of.ranks)}
+    else:
+        given += ["--nproc-per-node", str(of.ranks)]
+    command = [sys.executable, "-m", "crossframe", "record", str(client.script), *given, "--", *of.options.split()]
+    status, text = run(command, environment)
+    return (text or f"exit status {status}") if status else ""
+
+
+def _compare(a: tuple[Path, str], b: tuple[Path, str], report: Path) -> dict[str, Any]:
+    """What `crossframe compare` says of two recordings, as `said_in`, with the number of compared quantities if it is printed."""
+    if a[1] or b[1]:
+        return {"verdict": "failed", "reason": a[1] or b[1], "exit_status": None}
+    given = ["compare", str(a[0]), str(b[0]), "--output", str(report)]
+    status, text = run([sys.executable, "-m", "crossframe", *given])
+    said = said_in(report, status, text, report.parent)
+    shutil.rmtree(report, ignore_errors=True)
+    compared = _COMPARED.search(" ".join(text.split()))
+    return said | {"quantities": int(compared[1].replace(",", "")) if compared else None}
+
+
+def _judged_pair(pair: Pair, said: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "case": f"{_text(pair.a)}, {_text(pair.b)}",
+        "expected": " or ".join(pair.expected),
+        "said": _said(said),
+        "right": said["verdict"] in pair.expected,
+        "false_alarm": said["verdict"] == "bug" or said["exit_status"] == 1,
+    }
+
+
+def _judged_fault(client: Client, said: dict[str, Any]) -> dict[str, Any]:
+    judged = judge_fault(client.fault, "", said)
+    places = " or ".join(place or "no place" for place in client.fault.places)
+    wanted = [" or ".join(client.fault.verdicts), f"step {client.fault.step}", places, *client.fault.settings]
+    return {
+        "case": client.fault.what,
+        "expected": ", ".join(wanted),
+        "said": _said(said) | {"step": judged["said"]["step"], "diagnosis": judged["said"]["diagnosis"]},
+        "right": judged["found"] and judged["located"],
+        "found": judged["found"],
+        "located": judged["located"],
+        "named": judged["named"],
+    }
+
+
+def _said(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of an answer."""
+    figures = ("max_relative_loss_difference", "max_relative_parameter_difference", "quantities")
+    of_report = {name: said.get(name) for name in figures}
+    return {"verdict": said["verdict"], "place": place_of(dict(said)), "reason": said.get("reason", "")} | of_report
+
+
+def _text(of: Run) -> str:
+    return f"`{of.options}` on {of.ranks}" if of.options else f"{of.ranks}"
+
+
+def _file_name(of: Run, copy: int) -> str:
+    """Verdicts call a recording by it."""
+    return re.sub(r"\W+", "_", f"{of.options} {of.ranks} ranks{' again' * copy}").strip("_")
+
+
+def with_first_answers(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Results of a client, in which each case has the answer that it got first.
+
+    Args:
+        known: earlier results of the client.
+    """
+    first = {each["case"]: each["first"] for each in known["cases"]} if known else {}
+    return {**found, "cases": [{**each, "first": first.get(each["case"], each)} for each in found["cases"]]}
+
+
+def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each case, and the reasons of answers that are not as expected and of those to faults."""
+    lines = ["| client | case | expected | first answer | answer | right |", "|---|---|---|---|---|---|"]
+    notes = []
+    for row in rows:
+        for case in row["cases"]:
+            first, right = case["first"], "yes" if case["right"] else "no"
+            expected = case["expected"]
+            if first["expected"] != expected:
+                expected += f" (was {first['expected']})"
+            cells = [row["release"], case["case"], expected, _answer(first), _answer(case)]
+            lines.append("| " + " | ".join(each.replace("|", "/") for each in [*cells, right]) + " |")
+            if "located" in case or not case["right"]:
+                notes.append(f"- {row['client']}, {case['case']}: {_one_line(case['said']['reason'])}")
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def _answer(case: Mapping[str, Any]) -> str:
+    """A verdict, with how much was compared or where the difference is."""
+    said = case["said"]
+    parts = [said["verdict"]]
+    if said["verdict"] == "equal" and said["quantities"]:
+        parts.append(f"{said['quantities']:,} quantities")
+    elif said["verdict"] == "rounding":
+        parts.append(f"parameters differ by {said['max_relative_parameter_difference']:.0e}")
+    elif said["place"]:
+        parts.append(said["place"])
+    if "located" in case and said.get("diagnosis"):
+        parts.append(said["diagnosis"])
+    return ", ".join(parts)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,62 @@
+"""The clients are whole, and their results keep the first answer of each case."""
+
+import ast
+
+import pytest
+
+from crossframe.errors import UsageError
+from crossframe.verdict.diagnosis import SIGNATURES
+from experiments.clients.run import clients_of, table_of, with_first_answers
+from experiments.untouched.cases import UNNAMED
+
+VERDICTS = {"equal", "rounding", "different computation", "incomparable", "inconclusive", "bug"}
+
+
+def test_clients_are_whole():
+    clients = clients_of()
+    assert len(clients) >= 5
+    for client in clients:
+        assert client.script.is_file(), client.name
+        assert client.pairs, client.name
+        wanted = {verdict for pair in client.pairs for verdict in pair.expected} | set(client.fault.verdicts)
+        assert wanted <= VERDICTS, client.name
+        assert client.fault.diagnosis in (*SIGNATURES, UNNAMED), client.name
+        options = _options(client.script.read_text())
+        for run in (client.right, client.wrong, *(run for pair in client.pairs for run in (pair.a, pair.b))):
+            assert {each for each in run.options.split() if each.startswith("--")} <= options, (client.name, run)
+
+
+def _options(script):
+    """The options that a script takes."""
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    texts = [each.value for call in calls for each in call.args if isinstance(each, ast.Constant)]
+    return {text for text in texts if isinstance(text, str) and text.startswith("--")}
+
+
+def test_a_client_that_does_not_exist_raises():
+    with pytest.raises(UsageError, match=r"expected names of \[.*'torchtitan'"):
+        clients_of(["nobody"])
+
+
+def test_pinned_packages_are_those_of_the_release():
+    for client in clients_of():
+        if client.requirements is not None:
+            name, _, version = client.release.rpartition(" ")
+            assert f"{name}=={version}" in client.requirements.read_text().splitlines()
+
+
+def test_the_first_answer_is_kept_next_to_later_ones():
+    def results(verdict, right, expected="rounding"):
+        said = {"verdict": verdict, "place": "", "reason": f"why {verdict}", "quantities": 7}
+        said |= {"max_relative_parameter_difference": 2e-8}
+        case = {"case": "`a` on 2, `b` on 1", "expected": expected, "said": said, "right": right, "false_alarm": False}
+        return {"client": "one", "what": "a trainer", "release": "one 1.0", "cases": [case]}
+
+    first = with_first_answers(results("bug", False), None)
+    assert "| one 1.0 | `a` on 2, `b` on 1 | rounding | bug | bug | no |" in table_of([first])
+    second = with_first_answers(results("rounding", True), first)
+    third = with_first_answers(results("equal", True, "equal"), second)
+    row = "| one 1.0 | `a` on 2, `b` on 1 | equal (was rounding) | bug | equal, 7 quantities | yes |"
+    assert row in table_of([third])
+    assert "| rounding | bug | rounding, parameters differ by 2e-08 | yes |" in table_of([second])
+    assert "why" not in table_of([third])
