@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -151,7 +152,11 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
     Args:
         directory, options: of `Recorder`.
     """
-    return run_script(ScriptRecorder(directory, **options), script, arguments)
+    status = run_script(ScriptRecorder(directory, **options), script, arguments)
+    # Threads of gloo outlive the interpreter otherwise, and may abort a process whose recording is complete.
+    if status == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    return status
 
 
 def main() -> int:

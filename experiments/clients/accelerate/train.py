@@ -31,7 +31,7 @@ from accelerate.utils import DistributedType, set_seed  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup  # noqa: E402
 
-VOCABULARY, LENGTH, MAX_NORM = 128, 16, 0.5
+VOCABULARY, LENGTH, MAX_NORM = 128, 16, 0.1
 
 
 def data() -> DataLoader:
@@ -54,9 +54,9 @@ def plugin() -> FullyShardedDataParallelPlugin | None:
 
 
 def main() -> None:
-    if options.fsdp != "none":  # accelerate shards on accelerators alone, and FSDP1 asks for the number of the device
-        torch.cpu.current_device = lambda: "cpu:0"
+    if options.fsdp != "none":  # accelerate shards on accelerators alone
         PartialState(cpu=True)
+        PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 tells it from cpu:0
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), gradient_accumulation_steps=options.accumulate)
     set_seed(0)

@@ -81,9 +81,9 @@ def main() -> None:
         disable_tqdm=True,
         report_to=[],
     )
-    if options.fsdp != "none":  # accelerate shards on accelerators alone, and FSDP1 asks for the number of the device
-        torch.cpu.current_device = lambda: "cpu:0"
+    if options.fsdp != "none":  # accelerate shards on accelerators alone
         PartialState(cpu=True)
+        PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 tells it from cpu:0
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = Trainer(model, arguments, train_dataset=RandomTexts())
     trainer.train()

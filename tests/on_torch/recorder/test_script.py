@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -156,6 +157,15 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_per
     # The evaluation behind each step, which has gradients enabled, is no part of it.
     assert len(one.batch(1, 0).sample_ids) == 4
     assert compare(one, two).verdict is Verdict.ROUNDING
+
+
+def test_a_process_group_that_a_script_leaves_is_destroyed(run, monkeypatch):
+    """A process that ends with one may abort, and its recording would be refused."""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert run(PLAIN, "--ddp") == 0
+    assert not dist.is_initialized()
 
 
 def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
