@@ -257,6 +257,8 @@ class _Ledger:
         self._api = api_of(tuple(units.values()))
         # Buckets whose full gradients wait for a later microbatch, and the computations of the previous event.
         self._waiting: set[tuple[str, int]] = set()
+        # The forwards of each unit whose backward is to come: several in a pipeline.
+        self._num_ahead: dict[str, int] = {}
         self._computed: list[tuple[Event, int, PlannedBucket]] = []
         shards = sum(
             bucket.layout.padded_shard_numel * itemsize(bucket.layout.dtype)
@@ -311,7 +313,7 @@ class _Ledger:
         elif event.kind == COMPUTE:
             self._hold("gather buffers", event, 0)
             if event.phase == "forward":
-                self._hold_activations(event, self._activation_bytes.get(event.unit, 0))
+                self._hold_activations(event, 1)
             else:
                 self._add_grads(event, bucket)
         elif event.kind == FREE:
@@ -331,7 +333,7 @@ class _Ledger:
     def _settle(self) -> None:
         """Accumulate the gradients of the previous backward, and free the activations of its forward."""
         for event, numel, bucket in self._computed:
-            self._hold_activations(event, 0)
+            self._hold_activations(event, -1)
             self._hold("full gradients", event, numel * itemsize(bucket.precision.accumulated(self._api)))
             self._waiting.add(self._key(event))
         self._computed = []
@@ -339,9 +341,12 @@ class _Ledger:
     def _key(self, event: Event) -> tuple[str, int]:
         return event.unit, event.bucket
 
-    def _hold_activations(self, event: Event, num_bytes: int) -> None:
+    def _hold_activations(self, event: Event, num_more: int) -> None:
+        """Hold those of so many more forwards of the event's unit."""
         if event.bucket == 0:
-            self._hold("activations", event, num_bytes)
+            self._num_ahead[event.unit] = self._num_ahead.get(event.unit, 0) + num_more
+            each = self._activation_bytes.get(event.unit, 0)
+            self._hold("activations", event, self._num_ahead[event.unit] * each)
 
     def _reduce(self, event: Event, bucket: PlannedBucket) -> None:
         """Start a reduction, which frees the buffers of the previous one."""

@@ -1,10 +1,11 @@
 """Lists the events of a training step by running the step machine (`crossframe.step`), which holds the rules.
-A step is one or more microbatches, each with a forward and a backward, followed by the optimizer step. Units nest like the names
+A step is one or more microbatches, each with a forward and a backward, followed by the optimizer step; in a pipeline, a schedule
+orders the forwards and backwards of a stage. Units nest like the names
 of their modules. In forward, a unit is all-gathered, computes, and is freed if it reshards. In backward, it is all-gathered
 again, computes its gradients and is freed, and its gradients are reduced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -12,14 +13,14 @@ from crossframe.api import Api
 from crossframe.dtypes import itemsize
 from crossframe.errors import PlanError
 from crossframe.layout import LAYOUTS, Layout, post_forward, post_forward_group, reduced_layout
-from crossframe.mesh import MeshSpec
+from crossframe.mesh import PIPELINE, DataRanks, MeshSpec, ParallelMesh
 from crossframe.precision import Precision, PrecisionPolicy
 from crossframe.quoting import quote
 from crossframe.reduction import ReductionStep, reduction_steps
 from crossframe.step import Action, ModelStep, StepSettings, UnitStep
 from crossframe.step.root_step import Do
 from crossframe.step.settings import reshard_choice
-from crossframe.strategy import Prefetch, Strategy, Sync
+from crossframe.strategy import Prefetch, Schedule, Strategy, Sync
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, CAST, COMPUTE, FREE, REDUCE_SCATTER, RESHARD_TO_GROUP, STEP, Event
 from crossframe.unit_assignment import enclosing_unit
 from crossframe.unshard import shard_is_full
@@ -53,6 +54,7 @@ class PlannedUnit:
             keeps the shard of a reshard group of k ranks (R08, R13, R14).
         keeps_full_unreduced: whether a backward without reduction keeps the unsharded parameters (R15).
         api: the API whose rules apply.
+        has_experts: whether the axis "ep" of a mesh divides its parameters, so that they are not sharded over it (R39).
     """
 
     name: str
@@ -60,6 +62,7 @@ class PlannedUnit:
     reshard_after_forward: bool | int
     keeps_full_unreduced: bool = False
     api: Api = Api.FSDP1
+    has_experts: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -72,10 +75,13 @@ class PlannedUnit:
                 f"unit {self.name!r}: expected a bool or a number of ranks as reshard_after_forward, got "
                 f"{quote(self.reshard_after_forward)}"
             )
-        if not isinstance(self.keeps_full_unreduced, bool) or not isinstance(self.api, Api):
-            raise PlanError(
-                f"unit {self.name!r}: expected a bool and an Api, got {quote(self.keeps_full_unreduced)} and {quote(self.api)}"
-            )
+        for name, value, kind in (
+            ("keeps_full_unreduced", self.keeps_full_unreduced, bool),
+            ("api", self.api, Api),
+            ("has_experts", self.has_experts, bool),
+        ):
+            if not isinstance(value, kind):
+                raise PlanError(f"unit {self.name!r}: expected a {kind.__name__} as {name}, got {quote(value)}")
 
 
 def plan_units(
@@ -85,6 +91,7 @@ def plan_units(
     api: Api = Api.FSDP1,
     reshard_after_forward: bool | int | None = None,
     policy: PrecisionPolicy | None = None,
+    expert_units: Collection[str] = (),
 ) -> tuple[PlannedUnit, ...]:
     """Units with a strategy, in forward order. Several layouts with one name are the buckets of one unit.
 
@@ -92,6 +99,7 @@ def plan_units(
         reshard_after_forward: None follows the strategy and keeps the root unsharded until backward. True, False or the size of
             the reshard group (FSDP2) also applies to the root (R13). The size of the shard group means True, and 1 means False.
         policy: precision of all units; None: dtypes as stored.
+        expert_units: the units whose parameters the axis "ep" divides, as `ParallelModel.expert_units` names them.
 
     Raises:
         PlanError: an invalid choice.
@@ -116,7 +124,8 @@ def plan_units(
                 settings, reshard_after_forward=reshard_choice(reshard_after_forward, members[0].layout.world_size)
             )
         keeps = api is Api.FSDP1 and settings.keep_without_reduction
-        units.append(PlannedUnit(name, tuple(members), settings.reshard_after_forward, keeps, api))
+        has_experts = name in expert_units
+        units.append(PlannedUnit(name, tuple(members), settings.reshard_after_forward, keeps, api, has_experts))
     return tuple(units)
 
 
@@ -135,15 +144,19 @@ def _pairs(layouts: Sequence[tuple[str, Layout]]) -> Sequence[tuple[str, Layout]
 
 def step_plan(
     units: Sequence[PlannedUnit],
-    mesh: MeshSpec,
+    mesh: MeshSpec | ParallelMesh,
     rank: int = 0,
     *,
     backward_prefetch: Prefetch | None = Prefetch.BACKWARD_PRE,
     forward_prefetch: int = 0,
     microbatches: int = 1,
     sync: Sync = Sync.EACH,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> list[Event]:
     """The events of one step on one rank, in issue order.
+
+    On a mesh with model axes, units are those of the part of the model that the rank computes with, and the events are those of
+    data parallelism (R39).
 
     With one shard, nothing is all-gathered and only copies are freed: a flat layout in full precision is already unsharded (R14).
     Gradients are summed over replicas after they are reduced over the shard group (R28).
@@ -154,6 +167,7 @@ def step_plan(
         forward_prefetch: the number of units that forward prefetches.
         microbatches: the number of microbatches per optimizer step.
         sync: the microbatches that reduce gradients.
+        schedule: the order of microbatches in a pipeline; without one, each has its forward and its backward in turn.
 
     Raises:
         PlanError: no units, layouts with another shard size than the mesh, counts that are too small, or a `sync` that the API or
@@ -161,7 +175,8 @@ def step_plan(
     """
     if not isinstance(units, tuple | list) or not all(isinstance(unit, PlannedUnit) for unit in units):
         raise PlanError(f"expected a list of PlannedUnit, as plan_units gives them, got {quote(units)}")
-    return list(_Planner(tuple(units), mesh, rank, backward_prefetch, forward_prefetch, microbatches, sync).step())
+    planner = _Planner(tuple(units), mesh, rank, backward_prefetch, forward_prefetch, microbatches, sync, schedule)
+    return list(planner.step())
 
 
 class _Planner:
@@ -171,28 +186,33 @@ class _Planner:
     def __init__(
         self,
         units: tuple[PlannedUnit, ...],
-        mesh: MeshSpec,
+        mesh: MeshSpec | ParallelMesh,
         rank: int,
         backward_prefetch: Prefetch | None,
         forward_prefetch: int,
         microbatches: int,
         sync: Sync,
+        schedule: Schedule,
     ) -> None:
-        _expect(("mesh", mesh, MeshSpec), ("sync", sync, Sync))
+        if not isinstance(mesh, ParallelMesh):
+            _expect(("mesh", mesh, MeshSpec))
+        _expect(("sync", sync, Sync), ("schedule", schedule, Schedule))
         if backward_prefetch is not None:
             _expect(("backward_prefetch", backward_prefetch, Prefetch))
-        _check(units, mesh, forward_prefetch, microbatches)
-        self.mesh, self.rank = mesh, rank
-        self.shard_group, self.replicas = mesh.shard_group(rank), mesh.replicate_group(rank)
-        self.microbatches = microbatches
-        api = api_of(units)
-        reduced = reduction_steps(mesh, api)
-        early = {
-            Sync.EACH: reduced,
-            Sync.LAST: (),
-            Sync.ALL_REDUCE_LAST: reduction_steps(mesh, api, all_reduce=False) if sync is Sync.ALL_REDUCE_LAST else (),
-        }[sync]
-        self.reductions = [early] * (microbatches - 1) + [reduced]
+        mesh.coordinate(rank)  # refuses a rank outside the mesh
+        self.rank, self.sync = rank, sync
+        self.data = {has_experts: _data_ranks(mesh, rank, has_experts) for has_experts in (False, True)}
+        _check(
+            units, {has_experts: data.mesh for has_experts, data in self.data.items()}, forward_prefetch, microbatches
+        )
+        self.reductions = {
+            has_experts: _reductions(data.mesh, api_of(units), sync) for has_experts, data in self.data.items()
+        }
+        self.last = microbatches - 1
+        stage, num_stages = 0, 1
+        if isinstance(mesh, ParallelMesh):
+            stage, num_stages = mesh.coordinate(rank).get(PIPELINE, 0), mesh.size(PIPELINE)
+        self.order = schedule.order(stage, num_stages, microbatches)
         known = frozenset(unit.name for unit in units)
         self.children: dict[str | None, list[PlannedUnit]] = {}
         for unit in units:
@@ -224,17 +244,19 @@ class _Planner:
         return {unit.name for unit in ended[first:]}
 
     def step(self) -> Iterator[Event]:
-        for microbatch, reduction in enumerate(self.reductions):
+        for phase, microbatch in self.order:
             self.microbatch = microbatch
             for step in self.model.units:
-                step.choose(reduce_grads=bool(reduction))
-            yield from self._events(self.model.begin_step(training=True))
-            for unit in self.children[None]:
-                yield from self._forward(unit)
-            for unit in reversed(self.children[None]):
-                yield from self._backward(unit)
-            yield from self._events(self.model.end_backward())
-            self.model.leave_backward()
+                step.choose(reduce_grads=self.sync is not Sync.LAST or microbatch == self.last)
+            if phase == "forward":
+                yield from self._events(self.model.begin_step(training=True))
+                for unit in self.children[None]:
+                    yield from self._forward(unit)
+            else:
+                for unit in reversed(self.children[None]):
+                    yield from self._backward(unit)
+                yield from self._events(self.model.end_backward())
+                self.model.leave_backward()
         first = self.planned[self.model.root]
         yield Event(STEP, "", "step", first.buckets[0].precision.stored, 0, (self.rank,), self.microbatch)
 
@@ -268,27 +290,29 @@ class _Planner:
 
     def _of_action(self, unit: PlannedUnit, action: Action, phase: str) -> Iterator[Event]:
         """The events of an action, by bucket. Other actions are local to a rank."""
+        data = self.data[unit.has_experts]
+        shard_group = data.shard_group(self.rank)
         for at, bucket in enumerate(unit.buckets):
             dtype, layout = bucket.precision.gathered, bucket.layout
             numel = layout.gathered_numel
             match action:
                 case Action.GATHER if not _is_shard(bucket):
-                    kind = CAST if self.mesh.shard == 1 else ALL_GATHER
-                    yield self._event(kind, unit, at, phase, dtype, numel, self.shard_group)
+                    kind = CAST if data.mesh.shard == 1 else ALL_GATHER
+                    yield self._event(kind, unit, at, phase, dtype, numel, shard_group)
                 case Action.GATHER_FROM_GROUP if not _is_shard(bucket):
                     size = int(unit.reshard_after_forward)
                     group, numel = (
-                        post_forward_group(self.mesh, self.rank, size),
+                        data.of(post_forward_group(data.mesh, data.index(self.rank), size)),
                         post_forward(layout, size).gathered_numel,
                     )
                     yield self._event(ALL_GATHER, unit, at, phase, dtype, numel, group)
                 case Action.RESHARD_TO_GROUP:
                     kept = post_forward(layout, int(unit.reshard_after_forward)).padded_shard_numel
-                    yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, self.shard_group)
+                    yield self._event(RESHARD_TO_GROUP, unit, at, phase, dtype, numel - kept, shard_group)
                 case Action.FREE if not _is_shard(bucket):
-                    yield self._event(FREE, unit, at, phase, dtype, numel, self.shard_group)
+                    yield self._event(FREE, unit, at, phase, dtype, numel, shard_group)
                 case Action.REDUCE if bucket.trained:
-                    yield from self._reduce(unit, at, bucket, self.reductions[self.microbatch])
+                    yield from self._reduce(unit, at, bucket)
                 case _:
                     pass
 
@@ -302,18 +326,19 @@ class _Planner:
             numel = sum(param.numel for param in bucket.layout.params)
             yield self._event(COMPUTE, unit, at, phase, bucket.precision.gathered, numel, (self.rank,))
 
-    def _reduce(
-        self, unit: PlannedUnit, at: int, bucket: PlannedBucket, steps: Sequence[ReductionStep]
-    ) -> Iterator[Event]:
+    def _reduce(self, unit: PlannedUnit, at: int, bucket: PlannedBucket) -> Iterator[Event]:
         dtype, layout = bucket.precision.reduced, reduced_layout(bucket.layout)
+        data = self.data[unit.has_experts]
+        early, last = self.reductions[unit.has_experts]
+        steps = last if self.microbatch == self.last else early
         for step in steps:
             match step:
                 case ReductionStep.REDUCE_SCATTER:
                     numel = layout.gathered_numel
-                    yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, numel, self.shard_group)
+                    yield self._event(REDUCE_SCATTER, unit, at, "backward", dtype, numel, data.shard_group(self.rank))
                 case ReductionStep.ALL_REDUCE:
                     numel = layout.padded_shard_numel
-                    yield self._event(ALL_REDUCE, unit, at, "backward", dtype, numel, self.replicas)
+                    yield self._event(ALL_REDUCE, unit, at, "backward", dtype, numel, data.replicate_group(self.rank))
                 case (
                     ReductionStep.CAST_TO_REDUCED
                     | ReductionStep.DIVIDE_BEFORE
@@ -353,7 +378,29 @@ def api_of(units: Sequence[PlannedUnit]) -> Api:
     return apis.pop()
 
 
-def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, microbatches: int) -> None:
+def _data_ranks(mesh: MeshSpec | ParallelMesh, rank: int, has_experts: bool) -> DataRanks:
+    if isinstance(mesh, ParallelMesh):
+        return mesh.data_ranks(rank, experts=has_experts)
+    return DataRanks(mesh, range(mesh.world_size))
+
+
+def _reductions(mesh: MeshSpec, api: Api, sync: Sync) -> tuple[Sequence[ReductionStep], Sequence[ReductionStep]]:
+    """The steps of a reduction: of microbatches before the last one, and of the last one."""
+    last = reduction_steps(mesh, api)
+    match sync:
+        case Sync.EACH:
+            return last, last
+        case Sync.LAST:
+            return (), last
+        case Sync.ALL_REDUCE_LAST:
+            return reduction_steps(mesh, api, all_reduce=False), last
+        case _:
+            assert_never(sync)
+
+
+def _check(
+    units: Sequence[PlannedUnit], meshes: Mapping[bool, MeshSpec], forward_prefetch: int, microbatches: int
+) -> None:
     if not units:
         raise PlanError("a step needs at least one unit, got none")
     names = [unit.name for unit in units]
@@ -364,7 +411,7 @@ def _check(units: Sequence[PlannedUnit], mesh: MeshSpec, forward_prefetch: int, 
             raise PlanError(f"{name}: expected a number of at least {least}, got {quote(value)}")
     for unit in units:
         for bucket in unit.buckets:
-            if bucket.layout.world_size != mesh.shard:
+            if bucket.layout.world_size != (shard := meshes[unit.has_experts].shard):
                 raise PlanError(
-                    f"unit {unit.name!r} is laid out over {bucket.layout.world_size} ranks, the mesh shards over {mesh.shard}"
+                    f"unit {unit.name!r} is laid out over {bucket.layout.world_size} ranks, the mesh shards over {shard}"
                 )

@@ -1,4 +1,4 @@
-"""The user's choices for a step: sharding strategy, prefetch, and which microbatches are reduced (R14-R16)."""
+"""The user's choices for a step: sharding strategy, prefetch, which microbatches are reduced (R14-R16), and their order."""
 
 from enum import Enum
 
@@ -70,3 +70,28 @@ class Sync(Enum):
     EACH = "each"
     LAST = "last"
     ALL_REDUCE_LAST = "all_reduce_last"
+
+
+class Schedule(Enum):
+    """The order of the forwards and backwards of microbatches on a stage of a pipeline.
+
+    ONE_F_ONE_B: as many forwards as stages follow, counting this one, then a backward and a forward in turn. GPIPE: all forwards,
+    then all backwards. Source: torch.distributed.pipelining's Schedule1F1B and ScheduleGPipe.
+    """
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+    def order(self, stage: int, num_stages: int, microbatches: int) -> list[tuple[str, int]]:
+        """("forward" or "backward", microbatch) in order.
+
+        >>> [f"{phase[0]}{i}" for phase, i in Schedule.ONE_F_ONE_B.order(stage=0, num_stages=2, microbatches=3)]
+        ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+        """
+        ahead = microbatches if self is Schedule.GPIPE else min(num_stages - stage, microbatches)
+        found = [("forward", i) for i in range(ahead)]
+        for i in range(microbatches):
+            found.append(("backward", i))
+            if ahead + i < microbatches:
+                found.append(("forward", ahead + i))
+        return found

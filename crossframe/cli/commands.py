@@ -44,6 +44,22 @@ Map = Annotated[
         help="Map between the parameters of A and B, as crossframe map writes it. Default: by names, else by values",
     ),
 ]
+Tp = Annotated[int, typer.Option(help="Number of ranks of tensor parallelism.")]
+Ep = Annotated[
+    int, typer.Option(help="Number of ranks of expert parallelism, which shard the other parameters as well.")
+]
+Pp = Annotated[int, typer.Option(help="Number of stages of a pipeline.")]
+Parallel = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="PATTERN=STYLE: how matching modules are divided: colwise, rowwise, vocab, sequence, experts or replicated. May be "
+        "repeated. Default: the styles of common names"
+    ),
+]
+Stage = Annotated[
+    list[str] | None,
+    typer.Option(help="PATTERN=STAGE: the stage of matching units, or parameters outside of them. Default: in order"),
+]
 Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 
 
@@ -282,6 +298,11 @@ def layout(
     dim: Annotated[
         list[str] | None, typer.Option(help="per_param: PATTERN=DIM shards the matching parameters on DIM.")
     ] = None,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    pp: Pp = 1,
+    parallel: Parallel = None,
+    stage: Stage = None,
     unit: Annotated[str | None, typer.Option(help="Only this unit; '' or '(root)' is the root.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     where: Annotated[list[str] | None, typer.Option(help="NAME[INDEX]: only the ranks that hold this element.")] = None,
@@ -296,9 +317,11 @@ def layout(
 ) -> None:
     """Show which rank holds which elements of a model, and where padding lies."""
     from crossframe.cli.layout import LayoutOptions, show_layout, write_explorer
+    from crossframe.cli.parallel import ParallelOptions
 
     with exit_on_error():
-        options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or ())
+        axes = ParallelOptions(tp, ep, pp, parallel or (), stage or ())
+        options = LayoutOptions(world_size, layout, keep_original, compute_dtype, replicate, dim or (), axes)
         if html is not None:
             others = {"unit": unit, "rank": rank, "svg": svg, "json": as_json or None}
             write_explorer(model, dtype, options, html, where=where or (), others=others, console=console)
@@ -332,6 +355,12 @@ def plan(
     ] = "each",
     rank: Annotated[int, typer.Option(help="The rank whose step is shown.")] = 0,
     tokens: Annotated[int, typer.Option(help="Number of tokens per rank and microbatch.")] = 4096,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    pp: Pp = 1,
+    parallel: Parallel = None,
+    stage: Stage = None,
+    schedule: Annotated[str | None, typer.Option(help="Pipelines: 1f1b or gpipe. Default: 1f1b")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Bandwidth of a rank in bytes/s. Default: 5e10")] = None,
     replica_bandwidth: Annotated[
         float | None, typer.Option(help="Bandwidth between replicas in bytes/s. Default: --bandwidth")
@@ -343,6 +372,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show a training step of one rank: its collectives, a timeline, and the memory in use."""
+    from crossframe.cli.parallel import ParallelOptions
     from crossframe.cli.plan import PlanOptions, hardware, show_plan
 
     with exit_on_error():
@@ -362,5 +392,7 @@ def plan(
             rank,
             tokens,
             hardware(bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency, flops=flops),
+            ParallelOptions(tp, ep, pp, parallel or (), stage or ()),
+            schedule,
         )
         show_plan(model, dtype, options, events=events, svg=svg, as_json=as_json, console=console)

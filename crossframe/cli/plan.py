@@ -10,16 +10,18 @@ from rich.console import Console
 
 from crossframe.api import Api
 from crossframe.cli.checks import choice, put, refused, width_of, write_svg
+from crossframe.cli.parallel import ParallelOptions
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
 from crossframe.errors import UsageError
 from crossframe.layout import LAYOUT_KINDS
-from crossframe.mesh import check_world_size
+from crossframe.mesh import check_rank, check_world_size
+from crossframe.parallel import ParallelModel, ParallelSharding
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes, model_shapes
-from crossframe.strategy import Prefetch, Strategy, Sync
+from crossframe.strategy import Prefetch, Schedule, Strategy, Sync
 
 MIN_RATE, MAX_RATE, MAX_LATENCY = 1.0, 1e24, 1e6
 MAX_TOKENS = 10**12
@@ -67,6 +69,8 @@ class PlanOptions:
         kind: of LAYOUT_KINDS; None: what torch has, flat (FSDP1) or per_param (FSDP2).
         reshard_after_forward: "true", "false" or the size of a reshard group; None: that of the strategy. FSDP2 only.
         tokens: of one rank and microbatch.
+        parallel: the axes that divide the model.
+        schedule: the order of microbatches in a pipeline; None: "1f1b".
 
     Raises:
         UsageError: an unknown word.
@@ -88,22 +92,38 @@ class PlanOptions:
     rank: int = 0
     tokens: int = 4096
     hardware: Hardware = field(default_factory=Hardware)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    schedule: str | None = None
 
     def cost(self, shapes: ModelShapes) -> Cost:
         """The plan of a model's step and its cost."""
+        return self.rank_cost(self.model(shapes), self.rank)
+
+    def model(self, shapes: ModelShapes) -> ParallelModel:
+        """The model on its mesh."""
         check_world_size(self.world_size)
-        strategy, api = choice("strategy", Strategy, self.strategy), choice("api", Api, self.api)
-        sync = choice("sync", Sync, self.sync)
-        if self.backward_prefetch not in _PREFETCH:
-            raise refused("backward-prefetch", _PREFETCH, self.backward_prefetch)
+        strategy = choice("strategy", Strategy, self.strategy)
         if strategy.is_hybrid and self.shard is None:
             raise UsageError(
                 f"shard: {strategy.value} needs the number of ranks that hold one copy, for instance --shard 8"
             )
+        model = self.parallel.model(shapes, strategy.mesh(self.parallel.num_data_ranks(self.world_size), self.shard))
+        check_rank(self.rank, self.world_size)
+        return model
+
+    def rank_cost(self, model: ParallelModel, rank: int) -> Cost:
+        """The plan of the step of a rank and its cost."""
+        strategy, api = choice("strategy", Strategy, self.strategy), choice("api", Api, self.api)
+        sync = choice("sync", Sync, self.sync)
+        if self.schedule is not None and self.parallel.pp == 1:
+            raise UsageError("schedule: without --pp there is no pipeline; pass the number of stages")
+        schedule = choice("schedule", Schedule, self.schedule or Schedule.ONE_F_ONE_B.value)
+        if self.backward_prefetch not in _PREFETCH:
+            raise refused("backward-prefetch", _PREFETCH, self.backward_prefetch)
         kind = self.kind or ("flat" if api is Api.FSDP1 else "per_param")
         if kind not in LAYOUT_KINDS:
             raise refused("layout", LAYOUT_KINDS, kind)
-        num_units = len(shapes.units) + 1
+        num_units = len(model.part(rank).units) + 1
         for name, value, most in (
             ("tokens", self.tokens, MAX_TOKENS),
             ("forward-prefetch", self.forward_prefetch, MAX_PREFETCH),
@@ -111,24 +131,24 @@ class PlanOptions:
         ):
             if value > most:
                 raise UsageError(f"{name}: expected at most {most}, got {quote(value)}")
-        mesh = strategy.mesh(self.world_size, self.shard)
-        mesh.coordinate(self.rank)
         units = plan_units(
             # Computing in another dtype moves the alignment of the flat layout (R02).
-            shapes.layouts(kind, mesh.shard, compute_dtype=self.param_dtype),
+            ParallelSharding(model, kind, compute_dtype=self.param_dtype).layouts(rank),
             strategy,
             api=api,
             reshard_after_forward=self._reshards(api),
             policy=PrecisionPolicy(self.param_dtype, self.reduce_dtype),
+            expert_units=model.expert_units,
         )
         plan = step_plan(
             units,
-            mesh,
-            self.rank,
+            model.mesh,
+            rank,
             backward_prefetch=_PREFETCH[self.backward_prefetch],
             forward_prefetch=self.forward_prefetch,
             microbatches=self.microbatches,
             sync=sync,
+            schedule=schedule,
         )
         return step_cost(plan, units, self.hardware, tokens=self.tokens)
 
@@ -192,7 +212,7 @@ def show_plan(
     shapes = model_shapes(model, dtype)
     cost = options.cost(shapes)
     ranks = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
-    title = f"{shapes.name} on {ranks}, {options.strategy}, {options.api}"
+    title = f"{shapes.name} on {ranks}{options.parallel.text()}, {options.strategy}, {options.api}"
     if svg is not None:
         write_svg(svg, plan_svg(cost, title=title))
     if as_json:

@@ -116,6 +116,7 @@ class DrawnUnit:
         mesh: the ranks that hold it.
         rank: the only rank of the mesh to show; None for all.
         mark: the marked elements, if they are in this unit.
+        noun: what a rank of the mesh is called.
     """
 
     names: tuple[str, ...]
@@ -123,6 +124,7 @@ class DrawnUnit:
     mesh: MeshSpec
     rank: int | None = None
     mark: Mark | None = None
+    noun: str = "rank"
 
     @property
     def title(self) -> str:
@@ -187,11 +189,11 @@ class DrawnUnit:
     def group_text(self, group: range) -> str:
         """The ranks of the mesh that a group represents; with replicas and several shards, the shards that they hold."""
         if self.rank is not None:
-            return f"rank {self.rank:,}"
+            return f"{self.noun} {self.rank:,}"
         if len(group) > 1 and self.mesh.replicate > 1:
             return f"shards {ranks_text(group)}"
         ranks = group if len(group) > 1 else self.mesh.replicate_group(group[0])
-        return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        return f"{self.noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -234,7 +236,7 @@ def _inside(name: str, unit: str) -> str:
 
 
 def drawn_units(
-    drawn: Layout | Sharding, unit: str | None, rank: int | None, mark: Mark | None = None
+    drawn: Layout | Sharding, unit: str | None, rank: int | None, mark: Mark | None = None, noun: str = "rank"
 ) -> tuple[DrawnUnit, ...]:
     """The units to draw: all, with neighbors of equal layout joined, or the one with this name. The bucket with marked elements
     is not joined with others.
@@ -268,7 +270,7 @@ def drawn_units(
             found.append(([name], layout, held))
         last = likeness
     return tuple(
-        DrawnUnit(() if alone else tuple(names), layout, drawn.mesh, rank, held) for names, layout, held in found
+        DrawnUnit(() if alone else tuple(names), layout, drawn.mesh, rank, held, noun) for names, layout, held in found
     )
 
 

@@ -9,7 +9,13 @@ from crossframe.errors import PlanError
 from crossframe.quoting import quote
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, COMPUTE, REDUCE_SCATTER, STEP, Event
 
-COMPUTE_LANE, SHARD_LANE, RESHARD_LANE, REPLICA_LANE = "compute", "shard group", "reshard group", "replicas"
+COMPUTE_LANE, SHARD_LANE, EXPERT_LANE, RESHARD_LANE, REPLICA_LANE = (
+    "compute",
+    "shard group",
+    "expert shards",
+    "reshard group",
+    "replicas",
+)
 WAITING = "waiting"
 # The names of kinds in tables and legends.
 WORDS = {
@@ -53,9 +59,12 @@ def unit_text(event: Event) -> str:
 
 def lanes(cost: Cost) -> dict[str, list[Bar]]:
     """The bars of a step by lane, in the order of time, without empty lanes other than "compute"."""
-    found: dict[str, list[Bar]] = {name: [] for name in (COMPUTE_LANE, SHARD_LANE, RESHARD_LANE, REPLICA_LANE)}
-    sharing = (len(span.event.group) for span in cost.spans if span.event.kind in (ALL_GATHER, REDUCE_SCATTER))
-    shard_group = max(sharing, default=1)
+    names = (COMPUTE_LANE, SHARD_LANE, EXPERT_LANE, RESHARD_LANE, REPLICA_LANE)
+    found: dict[str, list[Bar]] = {name: [] for name in names}
+    shard_group: dict[str, int] = {}  # of each unit; that of experts is smaller than the others'
+    for event in (span.event for span in cost.spans if span.event.kind in (ALL_GATHER, REDUCE_SCATTER)):
+        shard_group[event.unit] = max(len(event.group), shard_group.get(event.unit, 0))
+    largest = max(shard_group.values(), default=1)
     done = 0.0
     for span in cost.spans:
         event = span.event
@@ -68,8 +77,9 @@ def lanes(cost: Cost) -> dict[str, list[Bar]]:
         elif event.kind == ALL_REDUCE:
             found[REPLICA_LANE].append(_bar(span, event.kind))
         elif event.kind in COLLECTIVES:
-            lane = SHARD_LANE if len(event.group) == shard_group else RESHARD_LANE
-            found[lane].append(_bar(span, event.kind))
+            in_reshard_group = len(event.group) < shard_group[event.unit]
+            whole = SHARD_LANE if len(event.group) == largest else EXPERT_LANE
+            found[RESHARD_LANE if in_reshard_group else whole].append(_bar(span, event.kind))
     return {name: bars for name, bars in found.items() if bars or name == COMPUTE_LANE}
 
 

@@ -11,7 +11,14 @@ from crossframe.mesh import MeshSpec
 _NOTHING = "·"
 
 
-def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int | None = None, width: int = 100) -> str:
+def layout_text(
+    drawn: Layout | Sharding,
+    *,
+    unit: str | None = None,
+    rank: int | None = None,
+    width: int = 100,
+    noun: str = "rank",
+) -> str:
     """A table of the elements and the padding that each rank holds.
 
     A cell is the range of a parameter on a rank, in elements, or in rows if the layout cuts between rows. Padding is written "3
@@ -23,6 +30,7 @@ def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int 
         unit: show only the unit of this name.
         rank: show only this rank of the mesh.
         width: characters per line. Ranks are columns if the table fits in it.
+        noun: what a rank is called: "shard" if the mesh is a part of a larger one, whose ranks have other numbers.
 
     Raises:
         LayoutError: `drawn` cannot be drawn, or the unit does not exist.
@@ -41,7 +49,7 @@ def layout_text(drawn: Layout | Sharding, *, unit: str | None = None, rank: int 
     b                      (2,)         8       ·       ·     0:1     1:2
       divisibility padding                   ·       ·       ·  2 × 42
     """
-    units = drawn_units(drawn, unit, rank)
+    units = drawn_units(drawn, unit, rank, noun=noun)
     parts = [_unit_text(each, width) for each in units]
     if len(parts) > 1 or len(units[0].names) > 1:
         parts.append(_total(units))
@@ -119,7 +127,13 @@ def _by_columns(unit: DrawnUnit) -> str:
 
 def _by_rows(unit: DrawnUnit) -> str:
     lines = [
-        ["parameter", "shape", "offset", "shards" if unit.mesh.replicate > 1 and unit.rank is None else "ranks", "hold"]
+        [
+            "parameter",
+            "shape",
+            "offset",
+            "shards" if unit.mesh.replicate > 1 and unit.rank is None else f"{unit.noun}s",
+            "hold",
+        ]
     ]
     for row in unit.rows:
         facts = _facts(unit, row)

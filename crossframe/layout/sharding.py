@@ -80,6 +80,11 @@ class Sharding:
         """The bucket of the parameter of this name or alias, and its index in that bucket's `params`; None if there is none."""
         return self._index.get(name)
 
+    def param(self, name: str) -> ParamSpec | None:
+        """The parameter of this name or alias; None if there is none."""
+        found = self.find(name)
+        return None if found is None else self.units[found[0]][1].params[found[1]]
+
     def pieces(self, rank: int) -> Iterator[tuple[int, Piece]]:
         """The (bucket index, piece) pairs that a rank of the mesh holds, in order; `Piece.rank` is that rank."""
         replica, shard_rank = self.mesh.coordinate(rank)

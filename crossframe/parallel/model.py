@@ -6,9 +6,9 @@ from functools import cached_property
 from itertools import product
 
 from crossframe.errors import LayoutError, UnitError, UsageError
-from crossframe.layout import Layout, PerParamLayout, Piece
+from crossframe.layout import Layout, PerParamLayout, Piece, Sharding
 from crossframe.layout.division import Division, in_part, in_whole, local_part
-from crossframe.mesh import EXPERT, MODEL_AXES, PIPELINE, TENSOR, DataRanks, ParallelMesh
+from crossframe.mesh import EXPERT, MODEL_AXES, PIPELINE, TENSOR, DataRanks, MeshSpec, ParallelMesh
 from crossframe.parallel.stages import StageRules, stages_of
 from crossframe.parallel.styles import Rules, Styled, known_rules, styled
 from crossframe.params import ParamSpec
@@ -157,6 +157,15 @@ class ParallelModel:
         """The units whose parameters the axis "ep" divides."""
         return frozenset(self._whole.unit_of(p.name) for p in self.shapes.params if self.is_expert(p.name))
 
+    def distinct_parts(self) -> list[int]:
+        """A rank of each part with other shapes or names: one for each stage and, if experts are numbered, each index on "ep"."""
+        experts = range(self.mesh.size(EXPERT) if self.num_experts else 1)
+        return [
+            self.mesh.rank({PIPELINE: stage, EXPERT: expert})
+            for stage in range(self.mesh.size(PIPELINE))
+            for expert in experts
+        ]
+
     def data_ranks(self, rank: int, unit: str) -> DataRanks:
         """The data-parallel ranks over which a rank's part of a unit is replicated and sharded."""
         return self.mesh.data_ranks(rank, experts=unit in self.expert_units)
@@ -194,6 +203,17 @@ class ParallelSharding:
         coordinate = self.model.mesh.coordinate(rank)
         return self._layouts(tuple((axis, coordinate.get(axis, 0)) for axis in MODEL_AXES))
 
+    def data_sharding(self, rank: int, *, experts: bool = False) -> Sharding:
+        """The sharding of a rank's part over its data-parallel ranks, without replicas if axes divide the model.
+
+        Args:
+            experts: of the units that the axis "ep" divides; else of the others.
+        """
+        mesh = self.model.mesh.data_ranks(rank, experts=experts).mesh
+        units = [each for each in self.layouts(rank) if (each[0] in self.model.expert_units) == experts]
+        divided = any(self.model.mesh.size(axis) > 1 for axis in MODEL_AXES)
+        return Sharding(tuple(units), MeshSpec(mesh.shard) if divided else mesh)
+
     def _layouts(self, at: tuple[tuple[str, int], ...]) -> tuple[tuple[str, Layout], ...]:
         if at not in self._known:
             rank = self.model.mesh.rank(dict(at))
@@ -211,6 +231,10 @@ class ParallelSharding:
         if not isinstance(layout, PerParamLayout):
             return layout
         return replace(layout, dims=tuple(self.dims.get(param.name, 0) for param in layout.params))
+
+    def param(self, name: str) -> ParamSpec | None:
+        """The whole parameter of this name or alias; None if there is none."""
+        return self._params.get(name)
 
     @cached_property
     def _params(self) -> dict[str, ParamSpec]:
@@ -237,7 +261,7 @@ class ParallelSharding:
         Raises:
             LayoutError: no such parameter, or no such element.
         """
-        param = self._params.get(name) if isinstance(name, str) else None
+        param = self.param(name) if isinstance(name, str) else None
         if param is None:
             raise LayoutError(f"no parameter is named {quote(name)}: expected one of {quote(sorted(self._params))}")
         if type(element) is not int or not 0 <= element < param.numel:

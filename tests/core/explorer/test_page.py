@@ -72,7 +72,7 @@ def results(tmp_path_factory):
 
 
 def test_the_fragment_is_the_first_selection(results):
-    sharding = LayoutOptions(4, "ragged").sharding(model_shapes("gpt-tiny", "float32"))
+    sharding = LayoutOptions(4, "ragged").sharding(model_shapes("gpt-tiny", "float32")).data_sharding(0)
     assert results[0][1] == where_text(sharding, "blocks.1.mlp_norm.bias[7]")
     assert "world=4" in results[0][2] and "layout=ragged" in results[0][2]
 
@@ -85,7 +85,9 @@ def test_rank_offset_and_memory_are_those_of_the_core(results, at):
     stored, _, compute = dtype.partition(", computed in ")
     shapes, replicas = model_shapes("gpt-tiny", stored), int(world) // shard
     aligned = (compute or None) if kind == "flat" else None
-    sharding = LayoutOptions(int(world), kind, compute_dtype=aligned, replicate=replicas).sharding(shapes)
+    sharding = (
+        LayoutOptions(int(world), kind, compute_dtype=aligned, replicate=replicas).sharding(shapes).data_sharding(0)
+    )
     assert where == where_text(sharding, element)
     plan = PlanOptions(
         int(world), strategy, shard if "hybrid" in strategy else None, kind=kind, param_dtype=compute or None
@@ -100,7 +102,7 @@ def test_rank_offset_and_memory_are_those_of_the_core(results, at):
 
 
 def test_a_click_selects_the_element(results):
-    sharding = LayoutOptions(12, "per_param").sharding(model_shapes("gpt-tiny", "float32"))
+    sharding = LayoutOptions(12, "per_param").sharding(model_shapes("gpt-tiny", "float32")).data_sharding(0)
     found = where_text(sharding, results[1 + len(SELECTED)])
     offset = int(found.partition("at offset ")[2].split()[0])
     assert "on rank 0 " in found and offset > 0.98 * sharding.units[0][1].padded_shard_numel
