@@ -81,7 +81,8 @@ class OtherRounding(TorchDispatchMode):
             return
         for group in optimizer.param_groups:
             wide = all(param.dtype == torch.float64 for param in group["params"])
-            if not wide and not group["fused"] and not group["capturable"]:
+            # With tensor constants torch divides by the learning rate, which a warm-up begins at 0.
+            if not wide and group["lr"] != 0 and not group["fused"] and not group["capturable"]:
                 other = {"differentiable": True, "foreach": False}
                 self._as_they_were.append((group, {name: group[name] for name in other}))
                 group.update(other)

@@ -7,12 +7,17 @@ which backward was called. A script with an optimizer of other parameters is rej
 With `forward_only` the model is the first module with parameters that is called outside of other modules; each call is a step.
 """
 
+import atexit
+import gc
+import io
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -152,16 +157,30 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
     Args:
         directory, options: of `Recorder`.
     """
-    status = run_script(ScriptRecorder(directory, **options), script, arguments)
-    # Threads of gloo outlive the interpreter otherwise, and may abort a process whose recording is complete.
-    if status == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-    return status
+    return run_script(ScriptRecorder(directory, **options), script, arguments)
 
 
 def main() -> int:
-    """`crossframe.scripts.main`."""
-    return crossframe.scripts.main(run)
+    """`crossframe.scripts.main`; ends the process itself if the script leaves process groups.
+
+    [Note: threads of gloo] They release tensors, for which they need the interpreter. A thread that asks for it while the
+    interpreter is finalized aborts the process, and torchrun then ends ranks whose recordings may not be complete.
+    """
+    status = crossframe.scripts.main(run)
+    if status == 0 and dist.is_initialized():
+        _end_process()
+    return status
+
+
+def _end_process() -> NoReturn:
+    """End with exit status 0 as Python does, but without finalizing the interpreter."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for kind in (io.TextIOBase, io.BufferedIOBase):  # a text is written to a buffer
+        for file in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
+            with suppress(ValueError, OSError):  # closed files, and those that are read
+                file.flush()
+    os._exit(0)
 
 
 def launch() -> int:

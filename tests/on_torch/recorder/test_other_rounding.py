@@ -137,3 +137,14 @@ def test_constants_of_adam_are_rounded_in_the_dtype_of_parameters(optimizer):
     apart = [(step(seed, torch.float32) - step(0, torch.float32)).abs().max().item() for seed in range(1, 7)]
     assert max(apart) > 5e-6 and all(each <= 6.1e-5 for each in apart), apart
     assert (step(1, torch.float64) - step(0, torch.float64)).abs().max() < 1e-14
+
+
+def test_a_learning_rate_of_zero_moves_parameters_by_rounding_alone():
+    """A warm-up begins with it. With tensor constants torch's Adam divides by the rate: 0 by 0 where a gradient is zero."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([param], 0.0, weight_decay=0.0)
+    with OtherRounding(1):
+        param.grad = torch.tensor([0.0, 0.5, 0.0, 1.0])
+        optimizer.step()
+    assert (param - 1).abs().max() <= torch.finfo(torch.float32).eps
+    assert optimizer.state[param]["exp_avg"][1] != 0

@@ -1,5 +1,6 @@
 """Scripts that know nothing of the recorder, recorded."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -8,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
-from crossframe.cli.record import record_script
+from crossframe.cli.record import record_script, script_command
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
@@ -159,13 +159,38 @@ def test_a_script_is_recorded_as_it_is_on_one_device_and_under_torchrun_with_per
     assert compare(one, two).verdict is Verdict.ROUNDING
 
 
-def test_a_process_group_that_a_script_leaves_is_destroyed(run, monkeypatch):
-    """A process that ends with one may abort, and its recording would be refused."""
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    assert run(PLAIN, "--ddp") == 0
-    assert not dist.is_initialized()
+LEAVES = """
+import atexit, threading, time
+class Last:
+    def __del__(self):
+        print("finalized")
+torch.last = Last()  # is there until the interpreter is finalized
+atexit.register(print, "at exit")
+threading.Timer(0.1, print, ["a thread"]).start()
+left = open(sys.argv[-1], "w")
+left.write("closed")
+dist.destroy_process_group() if "--destroys" in sys.argv else None
+"""
+
+
+@pytest.mark.parametrize("destroys", [True, False])
+def test_a_process_that_leaves_process_groups_ends_without_finalizing(tmp_path, destroys):
+    """See [Note: threads of gloo]."""
+    (tmp_path / "script.py").write_text(HEAD + PLAIN + LEAVES)
+    options = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1, "windows": []}
+    arguments = ["--ddp", *["--destroys"] * destroys, str(tmp_path / "text")]
+    ended = subprocess.run(
+        script_command("torch", tmp_path / "script.py", arguments, options, None),
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[:2] == ["a thread", "at exit"]
+    assert ("finalized" in ended.stdout) == destroys
+    assert (tmp_path / "text").read_text() == "closed"
+    assert Recording.open(tmp_path / "out").num_steps == 3
 
 
 def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
