@@ -117,10 +117,11 @@ def manifest_of(source: ArrayPieces | ShardPieces, about: About, says: Mapping[s
     )
 
 
-def program(device: Any = None) -> dict[str, Any]:
-    """What JAX's bits depend on (`crossframe.recording.program`). Whether a step is compiled is not known; it says so.
+def program(device: Any = None, *, compiled: bool = True) -> dict[str, Any]:
+    """What JAX's bits depend on (`crossframe.recording.program`).
 
     Args:
+        compiled: whether steps are jitted; True if that is not known.
         device: a device of the run; None: the first of the default platform.
     """
     device = device or jax.devices()[0]
@@ -129,7 +130,7 @@ def program(device: Any = None) -> dict[str, Any]:
     return program_of(
         device=device.platform if on_cpu else f"{device.platform} {device.device_kind}",
         deterministic=on_cpu or "xla_gpu_deterministic_ops=true" in flags,
-        compiled=True,
+        compiled=compiled,
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         matmul=str(getattr(jax.config, "jax_default_matmul_precision", None)),
         flags=flags,

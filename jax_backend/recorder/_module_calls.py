@@ -5,6 +5,7 @@ A module's raw name is the path of its parameters, in the tree that is different
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,14 +58,15 @@ def module_call(fun: Callable, name: str) -> Callable:
         scopes = (*_scopes.get(), name)
         token = _scopes.set(scopes)
         try:
-            return _reported(".".join(scopes), fun, args, kwargs)
+            return module_reported(".".join(scopes), fun, args, kwargs)
         finally:
             _scopes.reset(token)
 
     return call
 
 
-def _reported(name: str, fun: Callable, args: Any, kwargs: Any) -> Any:
+def module_reported(name: str, fun: Callable, args: Any, kwargs: Any) -> Any:
+    """Call a module, and report its input and output if the interior of a loss function or a model is wanted."""
     collector = innermost()
     if collector is None or not collector.in_loss or collector.detail is not Detail.INTERIOR:
         return fun(*args, **kwargs)
@@ -89,31 +91,52 @@ def _report(name: str, use: str, values: Any) -> None:
             return
 
 
+Outermost = Callable[[Any, Callable, Any, Any], Any]
+"""Calls a module outside of all others: of the module, its bound method, and the arguments and keyword arguments of the call."""
+
+
 @contextmanager
-def reporting_modules() -> Iterator[None]:
-    """A context in which modules of the libraries that the script has imported report."""
+def reporting_modules(outermost: Outermost | None = None) -> Iterator[None]:
+    """A context in which modules of the libraries that the script has imported report.
+
+    Args:
+        outermost: called instead of a module of nnx or equinox, also of classes to come, that is called outside of a loss
+            function.
+    """
     with ExitStack() as stack:
         if (linen := sys.modules.get("flax.linen")) is not None:
             stack.enter_context(linen.intercept_methods(_of_linen))
         if (nnx := sys.modules.get("flax.nnx")) is not None:
-            _replace_calls(stack, nnx.Module, _leaves_of_nnx)
+            _replace_calls(stack, nnx.Module, _leaves_of_nnx, outermost)
         if (equinox := sys.modules.get("equinox")) is not None:
-            _replace_calls(stack, equinox.Module, _leaves_of_tree)
+            _replace_calls(stack, equinox.Module, _leaves_of_tree, outermost)
         yield
 
 
 def _of_linen(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
     if context.method_name != "__call__" or context.module.scope is None:
         return own(*args, **kwargs)
-    return _reported(".".join(context.module.path), own, args, kwargs)
+    return module_reported(".".join(context.module.path), own, args, kwargs)
 
 
-def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable) -> None:
-    for cls in _classes(base):
+def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost: Outermost | None) -> None:
+    def replace(cls: type) -> None:
         if "__call__" in vars(cls):
             own = vars(cls)["__call__"]
-            type.__setattr__(cls, "__call__", _reporting(own, leaves_of))
+            type.__setattr__(cls, "__call__", _reporting(own, leaves_of, outermost))
             stack.callback(type.__setattr__, cls, "__call__", own)
+
+    for cls in _classes(base):
+        replace(cls)
+    if outermost is not None:
+        init_subclass = inspect.getattr_static(base, "__init_subclass__")
+
+        def replaced(cls: type, **options: Any) -> None:
+            init_subclass.__get__(None, cls)(**options)
+            replace(cls)
+
+        type.__setattr__(base, "__init_subclass__", classmethod(replaced))
+        stack.callback(type.__setattr__, base, "__init_subclass__", init_subclass)
 
 
 def _classes(base: type) -> Iterator[type]:
@@ -122,16 +145,18 @@ def _classes(base: type) -> Iterator[type]:
         yield from _classes(cls)
 
 
-def _reporting(own: Any, leaves_of: Callable) -> Callable:
+def _reporting(own: Any, leaves_of: Callable, outermost: Outermost | None) -> Callable:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = own.__get__(self, type(self))
         if id(self) in _running.get():
             return run(*args, **kwargs)
+        if outermost is not None and (collector := innermost()) is not None and not collector.in_loss:
+            return outermost(self, run, args, kwargs)
         name = _path_of(self, leaves_of)
         token = _running.set((*_running.get(), id(self)))
         try:
-            return run(*args, **kwargs) if name is None else _reported(name, run, args, kwargs)
+            return run(*args, **kwargs) if name is None else module_reported(name, run, args, kwargs)
         finally:
             _running.reset(token)
 
@@ -152,20 +177,28 @@ def _path_of(module: Any, leaves_of: Callable) -> str | None:
                 found = path.removesuffix(own).rstrip(".")
                 break
     if found is not None:
-        for own, part in _parts(vars(module)):
+        for own, part in parts_of(vars(module)):
             collector.paths.setdefault(id(part), ".".join(filter(None, (found, own))))
     return found
 
 
-def _parts(values: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(values: Any) -> Iterator[tuple[str, Any]]:
     """Modules inside of a module's attributes, in lists and dicts too, without those in other modules."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         if isinstance(value, dict | list | tuple):
-            for own, part in _parts(value):
+            for own, part in parts_of(value):
                 yield f"{key}.{own}", part
         elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
             yield str(key), value
+
+
+def params_of(module: Any) -> dict[str, Any]:
+    """The parameters of a module of nnx or equinox by name."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(module, nnx.Module):
+        return dict(_leaves_of_nnx(module, nnx.Param))
+    return {name: leaf for name, leaf in _leaves_of_tree(module) if hasattr(leaf, "dtype")}
 
 
 def _leaves_of_tree(module: Any) -> Iterator[tuple[str, Any]]:
@@ -173,7 +206,7 @@ def _leaves_of_tree(module: Any) -> Iterator[tuple[str, Any]]:
         yield path_name(path), leaf
 
 
-def _leaves_of_nnx(module: Any) -> Iterator[tuple[str, Any]]:
+def _leaves_of_nnx(module: Any, *kinds: Any) -> Iterator[tuple[str, Any]]:
     nnx = sys.modules["flax.nnx"]
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
+    for path, variable in nnx.to_flat_state(nnx.state(module, *kinds)):
         yield ".".join(map(str, path)), variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable

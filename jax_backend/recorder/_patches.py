@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -54,6 +54,11 @@ class Session(Protocol):
     """What the replaced functions call outside of all traces."""
 
     perturbed_run: int
+    forward_only: bool
+
+    def begins_call(self, params: Mapping[str, Any]) -> Detail:
+        """A model with these parameters is called outside of jit; returns what is wanted of it."""
+        ...
 
     def call(self, jitted: "Jitted", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a jitted function."""
@@ -139,13 +144,20 @@ class Jitted:
             def run(*args: Any, **kwargs: Any) -> tuple[Any, Packed]:
                 above = innermost()
                 assert above is not None
-                inputs = jax.tree.leaves((args, kwargs))
-                named = zip(inputs, self._paths, strict=len(self._paths) == len(inputs))
-                paths = {id(leaf): path for leaf, path in named if path is not None}
-                collector = traced(above, inputs, paths=paths, detail=detail, is_cached=True)
-                with collecting(collector):
-                    result = self._fun(*args, **kwargs)
-                return result, pack(collector.taps, result, collector)
+
+                def own(*args: Any, **kwargs: Any) -> tuple[Any, Packed]:
+                    inputs = jax.tree.leaves((args, kwargs))
+                    named = zip(inputs, self._paths, strict=len(self._paths) == len(inputs))
+                    paths = {id(leaf): path for leaf, path in named if path is not None}
+                    collector = traced(above, inputs, paths=paths, detail=detail, is_cached=True)
+                    with collecting(collector):
+                        result = self._fun(*args, **kwargs)
+                    return result, pack(collector.taps, result, collector)
+
+                # Where gradients are taken, the loss function alone is rounded otherwise.
+                if isinstance(above, Root) and above.session.forward_only:
+                    own = _rounded(own)
+                return own(*args, **kwargs)
 
             options = {name: value for name, value in self._options.items() if not detail or name not in _DONATED}
             if "out_shardings" in options:
@@ -513,24 +525,25 @@ def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches:
-    """The replaced functions, while a script runs."""
+    """The replaced functions, while a script runs.
 
-    def __init__(self) -> None:
+    Args:
+        forward_only: leave out those of training.
+    """
+
+    def __init__(self, *, forward_only: bool = False) -> None:
         self._stack = ExitStack()
-        self._knows_equinox = False
+        self._forward_only = self._knows_equinox = forward_only
 
     def __enter__(self) -> "Patches":
         replace = lambda *given: self._stack.enter_context(replacing(*given))  # noqa: E731
-        for name, value in (
-            ("jit", jit),
-            ("value_and_grad", value_and_grad),
-            ("grad", grad),
-            ("shard_map", shard_map),
-            ("pmap", pmap),
-            ("named_call", named_call),
-        ):
+        for name, value in (("jit", jit), ("shard_map", shard_map), ("pmap", pmap), ("named_call", named_call)):
             replace(jax, name, value)
         replace(jax.lax, "scan", scan)
+        if self._forward_only:
+            return self
+        replace(jax, "value_and_grad", value_and_grad)
+        replace(jax, "grad", grad)
         replace(optax, "apply_updates", apply_updates)
         own = inspect.getattr_static(optax.GradientTransformation, "update")
         tapped = property(lambda self: functools.partial(_update, own.__get__(self)))

@@ -1,7 +1,7 @@
 """Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
-from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value
 from jax_backend.state._optimizer_state import COUNTS
 
 USE_RECORDER = """record from inside the script:
@@ -59,6 +59,10 @@ class Steps:
         self._update: Tap | None = None
         self._names: tuple[str, ...] = ()
 
+    def number_in(self, taps: Iterable[PackedTap]) -> int:
+        """The number of steps that a function with these taps makes."""
+        return sum(tap.kind == APPLY for tap in taps)
+
     def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         """Add taps in the order of the program.
 
@@ -99,8 +103,8 @@ class Steps:
         known = self._names if self._update is None else self._update.about[0]
         if known and names != known:
             raise UsageError(
-                f"the script trains more than one model: an optimizer updated {_listed(names)} after one that updated "
-                f"{_listed(known)}; {USE_RECORDER}"
+                f"the script trains more than one model: an optimizer updated {listed(names)} after one that updated "
+                f"{listed(known)}; {USE_RECORDER}"
             )
         if self._update is not None:
             raise UsageError(
@@ -110,7 +114,7 @@ class Steps:
         if not self._matching(tap):
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
-                f"an optimizer of optax updated {_listed(names)}, but before it {what} taken by jax.grad or "
+                f"an optimizer of optax updated {listed(names)}, but before it {what} taken by jax.grad or "
                 "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap, "
                 f"jax.lax.while_loop and jax.lax.fori_loop); {USE_RECORDER}"
             )
@@ -140,7 +144,7 @@ class Steps:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
                 raise UsageError(
-                    f"the initial values of {_listed(missing)} are no arguments of the step, so that they are not known; pass "
+                    f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
             initial = ((name, _placed(value.array, after[name].array)) for name, value in before.items())
@@ -172,7 +176,7 @@ class Steps:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
@@ -261,12 +265,12 @@ def _interiors(
             if tap.scans:
                 array = array[:, i] if value.by_rank else array[i]
             key = canonical_module(raw, paths, names), use
-            values.setdefault(key, _by_rank(Value(array, value.by_rank), batch, grid))
+            values.setdefault(key, by_rank(Value(array, value.by_rank), batch, grid))
         found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))
     return found
 
 
-def _by_rank(value: Value, batch: Sequence[Any], grid: Grid) -> dict[int, np.ndarray]:
+def by_rank(value: Value, batch: Sequence[Any], grid: Grid) -> dict[int, np.ndarray]:
     """Each rank's part of an activation: the rows that belong to the samples on its device."""
     if value.by_rank:
         return {rank: grid.rows(value.array, rank)[0] for rank in grid.here}

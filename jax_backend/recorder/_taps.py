@@ -62,10 +62,12 @@ class Tap:
 
 
 GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
+FORWARD = "forward"
 """The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules inside; of an
 optimizer's update the gradients that it gets and its state; of an application of updates the parameters before and after; of a
-module its input or output. `_patches.py` makes them."""
-ALWAYS = frozenset({"loss", "mini_step"})
+module its input or output; of a call of a model its parameters, batch and modules inside. `_patches.py` makes them, those of
+models `_model_calls.py`."""
+ALWAYS = frozenset({"loss", "mini_step", "batch"})
 """Names of values that every program returns."""
 BY_REFERENCE = frozenset({"diff", "state_before", "before"})
 """Names of values that no program returns: they are its arguments, or unknown."""

@@ -1,5 +1,7 @@
 """Records an unchanged training script. `crossframe record SCRIPT` starts `main` in a process.
 
+With `forward_only`, each call of a model of flax or equinox is a step (`_model_calls.py`), and nothing is trained.
+
 The script's calls of `jax.jit`, `jax.value_and_grad`, `jax.grad` and optax are followed. The parameters are what an optimizer of
 optax updates, and the loss is that of the gradients of their shapes. A step ends when `optax.apply_updates` adds the updates. The
 batch is what the step, or else the loss function, is called with besides parameters, state and random keys.
@@ -10,8 +12,8 @@ recorded and takes as long again. So the script gets the same bits whichever ste
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,23 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
+from crossframe.recording.known_settings import FORWARD_ONLY
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
+from crossframe.recording.program import PROGRAM
 from crossframe.scripts import run_script
 from jax_backend.recorder._arrays import placed_like
 from jax_backend.recorder._environment import settings_of_script
+from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
+from jax_backend.recorder._manifest import program
+from jax_backend.recorder._model_calls import following_models, may_be_batch
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._patches import Gradient, Jitted, Patches, Root
 from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_steps import USE_RECORDER, Steps
 from jax_backend.recorder._taps import (
-    APPLY,
     BY_REFERENCE,
+    FORWARD,
     GRADIENT,
     UPDATE,
     Detail,
@@ -54,12 +61,14 @@ class Plan:
 
     Attributes:
         kinds: kinds of its taps, in order.
+        num_steps: the number of steps that one call makes.
         is_incomplete: whether recorded steps need a program with more detail.
         params: names of the arguments that are parameters.
         batch: the arguments that are the batch.
     """
 
     kinds: tuple[str, ...]
+    num_steps: int
     is_incomplete: bool
     params: dict[int, str]
     batch: tuple[int, ...]
@@ -74,21 +83,26 @@ class ScriptRecorder:
 
     def __init__(self, directory: str | Path, **options: Any) -> None:
         self.perturbed_run = perturbed_run_number(options.pop("perturbed_run", None))
+        self.forward_only = options.pop("forward_only", False)
         self._directory, self._options = directory, options
         self._schedule = Schedule(options.get("dense", 2), options.get("every", 100), tuple(options.get("windows", ())))
         request = Request.from_environment()
         # The run is repeated for the operators of one step; its recording does not matter.
         self._request, self._trace = request, None if request is None else OperatorTrace(request)
-        self._steps = Steps(self._begin if request is None else None, self._stepped)
+        steps = ForwardSteps if self.forward_only else Steps
+        self._steps = steps(self._begin if request is None else None, self._stepped)
         self._moved: dict[int, tuple[Any, Any]] = {}
-        self._patches = Patches()
+        self._initial: dict[str, np.ndarray] = {}
+        self._patches = Patches(forward_only=self.forward_only)
         self._hidden: set[str] = set()
+        self._is_compiled = True
         self._num_gradients = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
-        with settings_of_script(), self._patches, collecting(Root(self)):
+        models = following_models() if self.forward_only else nullcontext()
+        with settings_of_script(), self._patches, models, collecting(Root(self)):
             yield
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -107,6 +121,8 @@ class ScriptRecorder:
     def _why_nothing(self) -> str:
         if self._hidden:
             return self._about_hidden()
+        if self.forward_only:
+            return f"no model of flax or equinox with parameters was called; if the model is made of functions, {USE_FORWARD}"
         what = "an optimizer of optax never updated parameters with" if self._num_gradients else "jax.jit did not see"
         return (
             f"nothing was trained that can be followed: {what} gradients of jax.grad or jax.value_and_grad. Processes that "
@@ -114,6 +130,11 @@ class ScriptRecorder:
         )
 
     def _about_hidden(self) -> str:
+        if self.forward_only:
+            return (
+                "a model is called where its values cannot leave (inside jax.grad, jax.pmap, jax.checkpoint, jax.lax.cond, "
+                f"while_loop or fori_loop); call it outside, or in jax.lax.scan, or {USE_FORWARD}"
+            )
         return (
             f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
             f"inside jax.pmap, jax.vmap, jax.lax.cond, while_loop or jax.checkpoint); move it out of there, or {USE_RECORDER}"
@@ -132,13 +153,12 @@ class ScriptRecorder:
         plan: Plan = jitted.plans[structure, static]
         if not plan.kinds:
             return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
-        if self.perturbed_run and self._steps.number == 0:
+        if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
             for i, name in plan.params.items():
                 self._move(leaves[i], name)
             leaves = [self._now(leaf) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, leaves)
-        num_steps = max(plan.kinds.count(APPLY), 1)
-        steps = range(self._steps.number, self._steps.number + num_steps)
+        steps = range(self._steps.number, self._steps.number + max(plan.num_steps, 1))
         if self._trace is not None:
             return self._traced(jitted, args, kwargs, steps)
         is_dense = any(map(self._schedule.is_dense, steps))
@@ -147,7 +167,7 @@ class ScriptRecorder:
         batch = [_copied(leaves[i]) if donates else leaves[i] for i in plan.batch]
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
         more: list[Tap] | None = None
-        if (is_dense and GRADIENT in plan.kinds) or (
+        if (is_dense and {GRADIENT, FORWARD} & {*plan.kinds}) or (
             plan.is_incomplete and any(self._schedule.records(step, None) for step in steps)
         ):
             program = jitted.program(Detail.INTERIOR if is_dense else Detail.VALUES)
@@ -170,6 +190,7 @@ class ScriptRecorder:
     def gradient(self, step: Gradient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a differentiated function outside of jit."""
         self._patches.libraries()
+        self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
         if self.perturbed_run and self._steps.number == 0:
             for path, leaf in leaves:
@@ -177,8 +198,8 @@ class ScriptRecorder:
             args, kwargs = self.replaced(args), self.replaced(kwargs)
         own = {id(self._now(leaf)) for _, leaf in leaves}
         given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in own]
-        batch = [leaf for leaf in given if _may_be_batch(leaf)] or [
-            leaf for leaf in jax.tree.leaves(_named_in(step.fun)) if _may_be_batch(leaf)
+        batch = [leaf for leaf in given if may_be_batch(leaf)] or [
+            leaf for leaf in jax.tree.leaves(_named_in(step.fun)) if may_be_batch(leaf)
         ]
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
@@ -188,6 +209,17 @@ class ScriptRecorder:
             tap = merged([tap], [with_interior])[0]
         self._add([tap], batch)
         return result
+
+    def begins_call(self, params: Mapping[str, Any]) -> Detail:
+        """A model with these parameters is called outside of jit; returns what is wanted of it."""
+        self._patches.libraries()
+        if self.perturbed_run:
+            for name, leaf in params.items():
+                self._move(leaf, name)
+        self._is_compiled = False
+        if self._trace is not None:
+            self._trace.begin_step(self._steps.number)
+        return Detail.INTERIOR if self._schedule.is_dense(self._steps.number) else Detail.LOSSES
 
     def replaced(self, tree: Any) -> Any:
         """A pytree with the initial parameters of this run."""
@@ -228,22 +260,27 @@ class ScriptRecorder:
         result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
         kinds = tuple(tap.kind for tap in packed.taps)
         references = [each for tap in packed.taps for each in tap.references]
-        if self._hidden - before and UPDATE not in kinds:
+        if self._hidden - before and not {UPDATE, FORWARD} & {*kinds}:
             raise UsageError(self._about_hidden())
         params: dict[int, str] = {}
-        for what in ("before", "diff"):
+        for what in ("before", "diff", "params"):
             if not params:
                 params = _referred(packed, what)
         known = set(params) | {reference[1] for _, reference in references if reference[0] == "in"}
         is_incomplete = any(reference[0] == "missing" and name not in BY_REFERENCE for name, reference in references)
         batch = _batch(args, kwargs, result, known) if GRADIENT in kinds else ()
-        return Plan(kinds, is_incomplete, params, batch)
+        return Plan(kinds, self._steps.number_in(packed.taps), is_incomplete, params, batch)
 
     def _move(self, leaf: Any, name: str) -> None:
         """Give a perturbed run its own initial value of a parameter."""
         if id(leaf) in self._moved or not _is_floating(leaf):
             return
-        moved = placed_like(leaf, perturbed_values(name, np.asarray(leaf), self.perturbed_run))
+        values = np.asarray(leaf)
+        if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
+            moved = leaf  # the model keeps what it was given
+        else:
+            moved = placed_like(leaf, perturbed_values(name, values, self.perturbed_run))
+            self._initial[name] = np.asarray(moved)
         self._moved[id(leaf)] = leaf, moved
         self._moved[id(moved)] = moved, moved
 
@@ -258,8 +295,9 @@ class ScriptRecorder:
                 f"the script runs in {jax.process_count()} processes, and crossframe record follows one process of JAX with all "
                 f"its devices; {USE_RECORDER}"
             )
-        stated = noted.settings()
+        stated: dict[str, Any] = {FORWARD_ONLY: True} if self.forward_only else noted.settings()
         options = dict(self._options)
+        stated[PROGRAM] = program(compiled=self._is_compiled)
         settings = stated | dict(options.pop("settings", None) or {})
         recorder = Recorder(
             self._directory,
@@ -285,13 +323,6 @@ def _copied(leaf: Any) -> Any:
 
 def _is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _may_be_batch(leaf: Any) -> bool:
-    """Whether a value may be part of a batch: an array with dims that is no random key."""
-    if not hasattr(leaf, "dtype") or not np.ndim(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return False
-    return not (leaf.dtype == np.uint32 and leaf.shape == (2,))
 
 
 def _named_in(fun: Any) -> list[Any]:
@@ -326,7 +357,7 @@ def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, .
     }
     found = []
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]):
-        if i in known or not _may_be_batch(leaf):
+        if i in known or not may_be_batch(leaf):
             continue
         # Positional arguments are the first part of the pair of arguments.
         if not {(key, tuple(leaf.shape), leaf.dtype) for key in (path[1:], _last_name(path))} & returned:

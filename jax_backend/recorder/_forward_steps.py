@@ -1,0 +1,113 @@
+"""Makes recorded steps of the calls of a model: each call is a step of a recording of forward alone."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from crossframe.errors import UsageError
+from jax_backend.activations import Activations
+from jax_backend.recorder._module_calls import canonical_module
+from jax_backend.recorder._recorder import Recorder, batches_of
+from jax_backend.recorder._script_steps import ArrayInterior, by_rank, listed
+from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value
+
+USE_FORWARD = """record from inside the script:
+
+    from jax_backend import Recorder
+
+    with Recorder("runs/mine", params, forward_only=True) as recorder:
+        model = recorder.forward(model)      # model(params, *inputs) -> output, as before
+        ..."""
+
+
+class ForwardSteps:
+    """The steps of a script that calls a model. The model is the first one that is called; calls of others are left out.
+
+    The loss of a call is the root mean square of the first floating array that the model returns, as in torch.
+
+    Args:
+        begin: makes the recorder, from the parameters, at the first call; None: nothing is recorded.
+        finished: called at the end of each step with its loss.
+    """
+
+    def __init__(self, begin: Callable[[Any], Recorder] | None, finished: Callable[[Any], None]) -> None:
+        self._begin, self._finished = begin, finished
+        self.recorder: Recorder | None = None
+        self.number = 0
+        self._model: Any = None
+
+    def _is_of_model(self, tap: Tap | PackedTap) -> bool:
+        """Whether a tap is a call of the model; the first one decides which model that is."""
+        if tap.kind != FORWARD:
+            return False
+        self._model = self._model or tap.about[:2]
+        return tap.about[:2] == self._model
+
+    def number_in(self, taps: Iterable[PackedTap]) -> int:
+        """The number of steps that a function with these taps makes."""
+        return sum(math.prod(tap.scans) for tap in taps if self._is_of_model(tap))
+
+    def add(self, taps: Sequence[Tap], _: Sequence[Any]) -> None:
+        """Add taps in the order of the program."""
+        for tap in taps:
+            if self._is_of_model(tap):
+                for at in np.ndindex(*tap.scans):
+                    self._add(tap, at)
+
+    def _add(self, tap: Tap, at: tuple[int, ...]) -> None:
+        names, _, modules, dims = tap.about
+        num_dims = dict(dims)
+        values = {
+            what: [_iteration(value, at, n) for value, n in zip(_listed(tap.values[what]), num_dims[what], strict=True)]
+            for what in tap.values
+        }
+        loss = jnp.sqrt(jnp.mean(jnp.asarray(values["loss"][0].array)))
+        if self._begin is not None:
+            self._record(loss, OrderedDict(zip(names, values["params"], strict=True)), modules, values)
+        self.number += 1
+        self._finished(loss)
+
+    def _record(self, loss: Any, params: OrderedDict[str, Value], modules: Any, values: dict[str, list[Value]]) -> None:
+        full = OrderedDict((name, value.array) for name, value in params.items())
+        if self.recorder is None:
+            assert self._begin is not None
+            if missing := [name for name, value in params.items() if value.array is None or value.by_rank]:
+                raise UsageError(
+                    f"the values of {listed(missing)} are no arguments of the jitted function that calls the model, so that they "
+                    f"are not known; pass them, or {USE_FORWARD}"
+                )
+            self.recorder = self._begin(full)
+        grid = self.recorder.grid
+        batch = [
+            value.array.reshape(-1, *value.array.shape[2:]) if value.by_rank else value.array
+            for value in values["batch"]
+        ]
+        if self.recorder.is_dense() and all(array is not None for array in full.values()):
+            activations: dict[tuple[str, str], Any] = {}
+            for (raw, use), value in zip(modules, values["inside"], strict=True):
+                if value.array is not None:
+                    activations.setdefault((canonical_module(raw, list(full), full), use), by_rank(value, batch, grid))
+            self.recorder.add_interior(
+                ArrayInterior(full, Activations(tuple(activations.values()), tuple(activations)))
+            )
+        self.recorder.step(loss=loss, params=None, batch=list(batches_of(grid, [batch]).values()))
+
+
+def _listed(values: Any) -> Sequence[Value]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _iteration(value: Value, at: tuple[int, ...], num_dims: int) -> Value:
+    """A value in one iteration of the scans around a call; one from outside of them is the same in all.
+
+    Args:
+        num_dims: number of dims that the value has in the call.
+    """
+    lead = int(value.by_rank)
+    if value.array is None or not at or np.ndim(value.array) - lead == num_dims:
+        return value
+    return Value(value.array[(slice(None),) * lead + at], value.by_rank)
