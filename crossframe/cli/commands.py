@@ -108,7 +108,7 @@ def record(
     forward: Annotated[
         bool,
         typer.Option(
-            "--forward", help="Record each call of a torch model, with gradients or without. Nothing is trained."
+            "--forward", help="Record each call of a model, in torch with gradients or without. Nothing is trained."
         ),
     ] = False,
     detail: Annotated[

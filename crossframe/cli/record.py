@@ -72,10 +72,6 @@ def record_script(
             "record: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its devices "
             "(on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
         )
-    if framework == "jax" and forward:
-        raise UsageError(
-            "record: --forward follows calls of torch's modules; a script of JAX is recorded while it trains"
-        )
     if dense is None:
         dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (

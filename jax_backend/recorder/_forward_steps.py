@@ -10,9 +10,10 @@ import numpy as np
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
+from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._recorder import Recorder, batches_of
-from jax_backend.recorder._script_steps import ArrayInterior, by_rank, listed
+from jax_backend.recorder._script_steps import listed
 from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value
 
 USE_FORWARD = """record from inside the script:
@@ -94,7 +95,7 @@ class ForwardSteps:
             self.recorder.add_interior(
                 ArrayInterior(full, Activations(tuple(activations.values()), tuple(activations)))
             )
-        self.recorder.step(loss=loss, params=None, batch=list(batches_of(grid, [batch]).values()))
+        self.recorder.end_call(loss, list(batches_of(grid, [batch]).values()))
 
 
 def _listed(values: Any) -> Sequence[Value]:

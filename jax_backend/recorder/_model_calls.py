@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_backend.recorder._array_interior import first_floating, may_be_batch, mean_square
 from jax_backend.recorder._module_calls import module_reported, params_of, parts_of, reporting_modules
 from jax_backend.recorder._patches import Root, replacing, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
@@ -34,13 +35,6 @@ def following_models() -> Iterator[None]:
             stack.enter_context(replacing(linen.Module, "apply", _applied(linen.Module.apply)))
         stack.enter_context(reporting_modules(_called))
         yield
-
-
-def may_be_batch(value: Any) -> bool:
-    """Whether a value may be part of a batch: an array with dims that is no random key."""
-    if not hasattr(value, "dtype") or not np.ndim(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return False
-    return not (value.dtype == np.uint32 and value.shape == (2,))
 
 
 def _applied(own: Callable) -> Callable:
@@ -108,13 +102,12 @@ def _call(
     inside = traced(collector, (), in_loss=True, detail=detail, paths=paths)
     with collecting(inside):
         output = call(moved)
-    floating = [each for each in jax.tree.leaves(output) if _is_floating(each)]
-    if not floating:
+    if (result := first_floating(output)) is None:
         return output
     own = {id(leaf) for leaf in params.values()}
     batch = [leaf for leaf in jax.tree.leaves(given) if may_be_batch(leaf) and id(leaf) not in own]
     values = {
-        "loss": _mean_square(floating[0]),
+        "loss": mean_square(result),
         "params": tuple(params.values()),
         "batch": tuple(batch),
         "inside": tuple(tap.values["array"].array for tap in inside.taps),
@@ -124,11 +117,3 @@ def _call(
     dims = tuple((name, tuple(np.ndim(value.array) for value in jax.tree.leaves(raised[name]))) for name in raised)
     collector.add([Tap(FORWARD, (*about, dims), raised)])
     return output
-
-
-def _is_floating(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
-
-
-def _mean_square(output: Any) -> Any:
-    return jnp.mean(jnp.square(output.astype(jnp.promote_types(output.dtype, jnp.float32))))

@@ -1,6 +1,7 @@
 """`Recorder`: records any training loop in JAX."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
@@ -17,13 +19,15 @@ from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest, Schedule
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.known_settings import FORWARD_ONLY, LOSSES, MEAN
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.trace import Event
+from jax_backend.activations import Activations, listening
 from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
+from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
 from jax_backend.recorder._arrays import ArrayPieces
 from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
@@ -31,6 +35,7 @@ from jax_backend.recorder._modules import check_channels_last
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._taps import Value
 from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._sharded_params import ShardedParams
 
@@ -71,6 +76,13 @@ class Recorder:
                 params = optax.apply_updates(params, updates)
                 recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)
 
+    or, if it only calls a model,
+
+        with Recorder("runs/mine", params, forward_only=True) as recorder:
+            model = recorder.forward(model)     # model(params, *inputs) -> output
+            for batch in data:
+                logits = model(params, batch)
+
     The parameters are ShardedParams, or any pytree of floating arrays, on one device or sharded over a mesh by NamedSharding, as
     in FSDP by hand. Each device is a rank. Its piece of a parameter is the part on it, if that is a run of rows in canonical
     order; else the rows that the core's layout assigns to it. All processes record, into one directory that they share.
@@ -103,6 +115,7 @@ class Recorder:
             perturbed run `recorder.params` differ by one unit in the last place, wrapped functions round differently, and the
             recording is a folder inside the original run's recording. None: the environment variable
             CROSSFRAME_PERTURBED_RUN, else 0.
+        forward_only: record calls of a model (`forward`), and no training.
         overwrite: replace an existing recording.
         manifest: manifest of an existing recording, into which this process writes. It replaces all arguments about the run.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is the compute dtype; None: that of
@@ -130,6 +143,7 @@ class Recorder:
         samples: Callable[[Any], Any] | None = None,
         channels_last: Iterable[str | tuple[str, str]] | None = None,
         perturbed_run: int | None = None,
+        forward_only: bool = False,
         overwrite: bool = False,
         manifest: Manifest | None = None,
         name: str = "model",
@@ -152,6 +166,9 @@ class Recorder:
             self._source: ArrayPieces | ShardPieces = ShardPieces(params)
         else:
             self._source = ArrayPieces(params, mesh, param_map, units)
+        if forward_only and isinstance(params, ShardedParams):
+            raise UsageError("forward_only: expected a pytree of arrays, got ShardedParams; unshard them first")
+        self._forward_only = forward_only
         self.perturbed_run, self._overwrite, self._samples = perturbed_run_number(perturbed_run), overwrite, samples
         self._channels_last = check_channels_last(channels_last)
         self._path = Path(directory) if manifest is not None else place_of(directory, self.perturbed_run)
@@ -179,7 +196,7 @@ class Recorder:
             learning_rate,
             seed,
             terms,
-            settings or {},
+            ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
             self.perturbed_run,
         )
         self._schedule, self._dense_until = schedule, 0
@@ -278,6 +295,25 @@ class Recorder:
             learning_rate: the learning rate of this step, a scalar. None: that of `optax.inject_hyperparams` in `opt_state`, if
                 any.
         """
+        if self._forward_only:
+            raise UsageError(
+                "Recorder.step: with forward_only each call of the model is a step; wrap the model by recorder.forward, and "
+                "leave the call of step out"
+            )
+        self._end_step(loss, params, grads, opt_state, batch, grad_norm, learning_rate)
+
+    def end_call(self, loss: Any, batch: Any) -> None:
+        """Record the end of a call of a model, of which `add_interior` has the rest.
+
+        Args:
+            loss: the root mean square of its output.
+            batch: as of `step`.
+        """
+        self._end_step(loss, None, None, None, batch, None, None)
+
+    def _end_step(
+        self, loss: Any, params: Any, grads: Any, opt_state: Any, batch: Any, grad_norm: Any, learning_rate: Any
+    ) -> None:
         if self._closed:
             raise RecordingError(f"{self._path}: the recording is closed; call step inside the with block")
         self._check(loss=loss, params=params, grads=grads, opt_state=opt_state)
@@ -351,6 +387,50 @@ class Recorder:
                 found = (kept, *found[1:])
             self.step(params=found[0], opt_state=found[1], loss=found[2], batch=batch, **more)
             return found
+
+        return recorded
+
+    def forward(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """The same model, of which each call is a step of a recording with `forward_only`. The loss of a step is the root mean
+        square of the first floating array of the output, as in torch.
+
+        Args:
+            model: a function `(params, *inputs) -> output`, jitted or not, whose `params` are a pytree like the Recorder's. At
+                dense steps it is also run under jit, to observe the modules inside (`jax_backend.activations`).
+
+        Returns:
+            A function with the arguments and results of `model`, to be called outside of jit. In a perturbed run it computes
+            with `recorder.params` instead of its first argument, has other rounding, and is jitted.
+        """
+        if not self._forward_only:
+            raise UsageError("forward: expected a Recorder of forward alone; make it with forward_only=True")
+        own = inspect.unwrap(model)  # a jitted function that JAX has traced already would report nothing
+        run, initial = model, self.params
+        if self.perturbed_run:
+            run = jax.jit(lambda *args: other_rounding(own, self.perturbed_run)(*args))
+
+        @jax.jit
+        def inside(params: Any, *inputs: Any) -> Activations:
+            with listening() as reported:
+                own(params, *inputs)
+            return Activations(tuple(reported.values()), tuple(reported))
+
+        @functools.wraps(model)
+        def recorded(params: Any, *inputs: Any) -> Any:
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, inputs))):
+                raise UsageError("recorder.forward: expected arrays, got tracers; call the model outside jit and grad")
+            if self.perturbed_run:
+                params = initial
+            output = run(params, *inputs)
+            if (result := first_floating(output)) is None:
+                raise UsageError("forward: expected a model that returns a floating array, got none")
+            batch = [leaf for leaf in jax.tree.leaves(inputs) if may_be_batch(leaf)]
+            if self.is_dense() or (self._trace is not None and self._trace.active):
+                found = inside(params, *inputs)
+                values = tuple(by_rank(Value(value), batch, self.grid) for value in found.values)
+                self.add_interior(ArrayInterior(params, replace(found, values=values)))
+            self.end_call(jnp.sqrt(mean_square(result)), batch)
+            return output
 
         return recorded
 

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
+from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
@@ -28,19 +28,6 @@ USE_RECORDER = """record from inside the script:
             ...                                   # loss, grads, updates: as before
             recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
 _MOST_WITHOUT_UPDATE = 8
-
-
-@dataclass(frozen=True)
-class ArrayInterior:
-    """The interior of one microbatch.
-
-    Attributes:
-        params: the parameters of the forward, by name.
-        activations: their values are dicts by rank.
-    """
-
-    params: Mapping[str, Any]
-    activations: Activations
 
 
 class Steps:
@@ -268,30 +255,3 @@ def _interiors(
             values.setdefault(key, by_rank(Value(array, value.by_rank), batch, grid))
         found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))
     return found
-
-
-def by_rank(value: Value, batch: Sequence[Any], grid: Grid) -> dict[int, np.ndarray]:
-    """Each rank's part of an activation: the rows that belong to the samples on its device."""
-    if value.by_rank:
-        return {rank: grid.rows(value.array, rank)[0] for rank in grid.here}
-    whole = np.asarray(value.array)
-    size = batch[0].shape[0] if batch else 0
-    if not size or not whole.ndim or whole.shape[0] % size:
-        return dict.fromkeys(grid.here, whole)
-    per_sample, found = whole.shape[0] // size, {}
-    for rank in grid.here:
-        start, stop = _samples(batch[0], grid, rank)
-        found[rank] = whole[start * per_sample : stop * per_sample]
-    return found
-
-
-def _samples(array: Any, grid: Grid, rank: int) -> tuple[int, int]:
-    """The samples of a rank, as `Grid.rows` reads them."""
-    size, world = array.shape[0], grid.spec.world_size
-    if isinstance(array, jax.Array):
-        index = array.sharding.devices_indices_map(array.shape).get(grid.devices[rank])
-        if index is not None and (own := index[0].indices(size)[:2]) != (0, size):
-            return own
-    if size % world:
-        return 0, size
-    return rank * size // world, (rank + 1) * size // world

@@ -26,15 +26,15 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
-from crossframe.recording.known_settings import FORWARD_ONLY
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
 from crossframe.recording.program import PROGRAM
 from crossframe.scripts import run_script
+from jax_backend.recorder._array_interior import may_be_batch
 from jax_backend.recorder._arrays import placed_like
 from jax_backend.recorder._environment import settings_of_script
 from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
 from jax_backend.recorder._manifest import program
-from jax_backend.recorder._model_calls import following_models, may_be_batch
+from jax_backend.recorder._model_calls import following_models
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._patches import Gradient, Jitted, Patches, Root
@@ -295,7 +295,7 @@ class ScriptRecorder:
                 f"the script runs in {jax.process_count()} processes, and crossframe record follows one process of JAX with all "
                 f"its devices; {USE_RECORDER}"
             )
-        stated: dict[str, Any] = {FORWARD_ONLY: True} if self.forward_only else noted.settings()
+        stated: dict[str, Any] = {} if self.forward_only else noted.settings()
         options = dict(self._options)
         stated[PROGRAM] = program(compiled=self._is_compiled)
         settings = stated | dict(options.pop("settings", None) or {})
@@ -305,6 +305,7 @@ class ScriptRecorder:
             perturbed_run=self.perturbed_run,
             learning_rate=stated.get("lr"),
             settings=settings,
+            forward_only=self.forward_only,
             **options,
         ).__enter__()
         if self.perturbed_run:

@@ -42,8 +42,6 @@ def test_options_of_torch_are_refused_for_scripts_of_jax_before_they_run(capsys,
     assert "--nproc-per-node starts processes of torch" in said and not ran.exists()
     said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--framework", "numpy")
     assert "expected torch or jax, got 'numpy'" in said and not ran.exists()
-    said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--forward")
-    assert "--forward follows calls of torch's modules" in said and not ran.exists()
     said = said_of(capsys, str(script), "--output", str(tmp_path / "recording"), "--detail", "whole")
     assert "expected full, sketch or auto, got 'whole'" in said and not ran.exists()
 
