@@ -5,14 +5,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import scenario
 from tests.on_torch.helpers.fully_sharded import linears, look, mesh_of, trained_linears, values
 from tests.on_torch.helpers.models import seed_cpu
-from tests.on_torch.helpers.scripts import Side
+from tests.on_torch.helpers.scripts import Side, counting_collectives
+from torch_backend import pipelining as ours
 
 
 class _Experts(nn.Module):
@@ -120,19 +121,37 @@ def stages_kept_between_microbatches(side):
     return _trained_stages(side, reshard_after_forward=False)
 
 
-@scenario(
-    num_ranks=4,
-    differs="torch's pipeline stages reduce once a step only where the module is torch's own FSDPModule; ours reduces the "
-    "gradients of each microbatch, in another order of summation",
-)
-def stages_of_a_schedule(side):
+def _scheduled_stages(side: Side, schedule_of: Any, num_stages: int) -> list[Any]:
+    """Two steps of four linears in as many stages, of four microbatches."""
     mesh = mesh_of((2, 2), ("pp", "dp"))
-    model, stage = _stage(side, mesh), mesh["pp"].get_local_rank()
-    stages = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(stages, 4, loss_fn=_loss)
-    x = torch.cat(_microbatches(side, 0))
-    if stage == 0:
-        schedule.step(x)
-    else:
-        schedule.step(target=x.sin())
-    return values(model)
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    layers: Any = linears(5, 7, 5, 3, 5)
+    size = 4 // num_stages
+    models: list[Any] = [layers[size * i : size * i + size] for i in range(rank, num_stages, 2)]
+    for model in models:
+        for layer in model:
+            side.fully_shard(layer, mesh=mesh["dp"])
+        side.fully_shard(model, mesh=mesh["dp"])
+    kind = {"torch_backend": ours.PipelineStage}.get(side.name, pipelining.PipelineStage)
+    stages = [kind(model, rank + 2 * i, num_stages, torch.device("cpu"), group=group) for i, model in enumerate(models)]
+    schedule = schedule_of(stages if num_stages > 2 else stages[0], 4, loss_fn=_loss)
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1, momentum=0.9)
+    seen: list[Any] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.cat(_microbatches(side, step))
+        with counting_collectives() as counts:
+            schedule.step(*([x] if rank == 0 else []), **({"target": x.sin()} if rank == 1 else {}))
+        optimizer.step()
+        seen += [counts["red"], *map(values, models)]
+    return seen
+
+
+@scenario(num_ranks=4)
+def stages_of_a_schedule(side):
+    return _scheduled_stages(side, pipelining.Schedule1F1B, 2)
+
+
+@scenario(num_ranks=4)
+def stages_of_an_interleaved_schedule(side):
+    return _scheduled_stages(side, pipelining.ScheduleInterleaved1F1B, 4)
