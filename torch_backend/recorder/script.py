@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -161,13 +160,14 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
 
 
 def main() -> int:
-    """`crossframe.scripts.main`; ends the process itself if the script leaves process groups.
+    """`crossframe.scripts.main`; ends the process itself if the script succeeded.
 
     [Note: threads of gloo] They release tensors, for which they need the interpreter. A thread that asks for it while the
-    interpreter is finalized aborts the process, and torchrun then ends ranks whose recordings may not be complete.
+    interpreter is finalized aborts the process, and torchrun then ends ranks whose recordings may not be complete. The threads
+    may outlive their process group, for which DDP and FSDP keep them.
     """
     status = crossframe.scripts.main(run)
-    if status == 0 and dist.is_initialized():
+    if status == 0:
         _end_process()
     return status
 
