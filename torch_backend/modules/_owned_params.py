@@ -53,7 +53,8 @@ def owned_params(
     left_out = {id(param) for param in ignored}
     again: list[str] = []  # further names of inner units, whose submodules have been visited
     # The current inner unit, and the first inner unit of each parameter: modules of one unit may share parameters.
-    inside, seen_in = "", {}
+    inside: str | None = None
+    seen_in: dict[int, str] = {}
     for raw_name, module in root.named_modules(remove_duplicate=False):
         name = state_key(raw_name)
         if again and any(name == other or name.startswith(other + ".") for other in again):
@@ -64,14 +65,14 @@ def owned_params(
         if not modules or name != modules[-1]:
             modules.append(name)
         if inside and not name.startswith(f"{inside}."):
-            inside = ""
+            inside = None
         if module in inner_units:
             units.add(name)
-            inside = inside or name
+            inside = name if inside is None else inside  # "" if root only wraps the inner unit
         for attribute, param in module._parameters.items():
             if param is None or id(param) in left_out:
                 continue
-            if not inside:
+            if inside is None:
                 own.add(id(param))
             elif seen_in.setdefault(id(param), inside) != inside:
                 continue

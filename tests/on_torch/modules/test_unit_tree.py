@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from crossframe.recording import Recording
+from crossframe.state import state_key
 from torch_backend import fully_shard, initialise_sharded, load_checkpoint, save_checkpoint
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.recorder import Recorder
@@ -102,3 +103,34 @@ def _removed(rank, world_size):
 
 def test_parameters_of_removed_modules_keep_their_names(ranks):
     ranks.run(2, _removed)
+
+
+def _sharded_twice(rank, world_size, wrap, folder):
+    plain, model = _plain(), _plain()
+    fully_shard(model[0])
+    model[0] = wrap(model[0])
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(f"{folder}/run", model=model, optimizer=optimizer, every=1) as recorder:
+        for _ in range(2):
+            for each in (plain, model):
+                loss = each(torch.ones(2, 4)).square().sum()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+            with torch.no_grad():
+                for param in plain.parameters():
+                    param -= 0.1 * param.grad
+                    param.grad = None
+    for (name, expected), (key, param) in zip(plain.named_parameters(), model.state_dict().items(), strict=True):
+        assert state_key(key) == name
+        assert torch.allclose(param.full_tensor(), expected), name
+
+
+@WRAPPED
+def test_R01_a_unit_around_a_wrapped_unit_owns_nothing(ranks, tmp_path, wrap):
+    """As accelerate shards with activation checkpointing: the block, and its wrapper, which has the name of the block."""
+    ranks.run(2, _sharded_twice, wrap, str(tmp_path))
+    assert set(Recording.open(tmp_path / "run").manifest.params) == set(dict(_plain().named_parameters()))
