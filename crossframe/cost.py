@@ -19,12 +19,14 @@ from crossframe.quoting import quote
 from crossframe.trace import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     CAST,
     COLLECTIVES,
     COMPUTE,
     FREE,
     REDUCE_SCATTER,
     RESHARD_TO_GROUP,
+    SEND,
     STEP,
     Event,
     summary,
@@ -57,22 +59,27 @@ class Hardware:
             if value == 0 and name != "latency_seconds":
                 raise PlanError(f"{name}: expected a number above 0, got {quote(value)}")
 
-    def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int) -> float:
+    def collective_seconds(self, kind: str, num_bytes: int, num_ranks: int, *, between_replicas: bool = True) -> float:
         """Time of a collective whose unsharded side has n = `num_bytes`, over p ranks with latency a and bandwidth 1/b.
 
-        It is a log2(p) + b n (p - 1) / p for an all-gather (recursive doubling) and a reduce-scatter (recursive halving), and
-        twice that for an all-reduce (Rabenseifner's algorithm). Source: Thakur, Rabenseifner and Gropp, Optimization of
-        Collective Communication Operations in MPICH, 2005, without the cost of additions.
+        It is a log2(p) + b n (p - 1) / p for an all-gather (recursive doubling) and a reduce-scatter (recursive halving), twice
+        that for an all-reduce (Rabenseifner's algorithm), a (p - 1) + b n (p - 1) / p for an all-to-all (pairwise exchange), and
+        a + b n for a send. Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH,
+        2005, without the cost of additions.
+
+        Args:
+            between_replicas: whether an all-reduce is one between replicas, which has their bandwidth.
         """
-        between_replicas = kind == ALL_REDUCE and self.replica_bytes_per_second is not None
-        bandwidth = self.replica_bytes_per_second if between_replicas else self.bytes_per_second
-        assert bandwidth is not None
-        once = (
-            self.latency_seconds * math.ceil(math.log2(num_ranks)) + num_bytes / bandwidth * (num_ranks - 1) / num_ranks
-        )
+        if kind == SEND:
+            return self.latency_seconds + num_bytes / self.bytes_per_second
+        bandwidth = self.bytes_per_second
+        if kind == ALL_REDUCE and between_replicas:
+            bandwidth = self.replica_bytes_per_second or bandwidth
+        messages = num_ranks - 1 if kind == ALL_TO_ALL else math.ceil(math.log2(num_ranks))
+        once = self.latency_seconds * messages + num_bytes / bandwidth * (num_ranks - 1) / num_ranks
         return 2 * once if kind == ALL_REDUCE else once
 
-    def compute_seconds(self, numel: int, tokens: int, phase: str) -> float:
+    def compute_seconds(self, numel: int, tokens: float, phase: str) -> float:
         """Time of a unit with `numel` parameters on `tokens` tokens.
 
         It takes 2 operations per parameter and token in forward and 4 in backward (Kaplan et al., Scaling Laws for Neural
@@ -150,6 +157,7 @@ def step_cost(
     tokens: int = 1,
     optimizer_states: int = 2,
     activation_bytes: Mapping[str, int] | None = None,
+    token_shares: Mapping[str, float] | None = None,
 ) -> Cost:
     """The cost of a plan for the rank that it was made for.
 
@@ -160,9 +168,11 @@ def step_cost(
         plan: from `step_plan`.
         units: the units of the plan.
         hardware: None: the defaults of `Hardware`.
-        tokens: number of tokens that one rank processes in one microbatch.
+        tokens: number of tokens that one data-parallel rank processes in one microbatch.
         optimizer_states: number of values that the optimizer keeps for each element of a shard: 2 for AdamW, 1 for momentum.
         activation_bytes: bytes that the forward of each unit keeps for backward, by unit. Default: not counted.
+        token_shares: the share of its parameters that a token computes with, by unit of experts, as
+            `crossframe.parallel.token_shares` gives it. Default: 1.
 
     Raises:
         PlanError: the plan has an event of another unit, or a number is too small.
@@ -182,7 +192,7 @@ def step_cost(
         if type(value) is not int or value < least:
             raise PlanError(f"{name}: expected a number of at least {least}, got {quote(value)}")
     ledger = _Ledger({unit.name: unit for unit in units}, optimizer_states, sizes)
-    clock = _Clock(hardware or Hardware(), tokens)
+    clock = _Clock(hardware or Hardware(), tokens, dict(token_shares or {}))
     spans = []
     for event in plan:
         bucket = ledger.bucket(event)
@@ -198,6 +208,7 @@ class _Clock:
 
     hardware: Hardware
     tokens: int
+    token_shares: Mapping[str, float]
     now: float = 0.0  # when all computations issued so far are done
     compute: float = 0.0
     communication: float = 0.0
@@ -215,7 +226,8 @@ class _Clock:
             self._wait(self.gathered_at.get(event.unit, 0.0))
             start = self.now
             numel = event.num_bytes // itemsize(event.dtype)
-            seconds = self.hardware.compute_seconds(numel, self.tokens, event.phase)
+            tokens = self.tokens * self.token_shares.get(event.unit, 1)
+            seconds = self.hardware.compute_seconds(numel, tokens, event.phase)
             self.now += seconds
             self.compute += seconds
             return start, start, self.now

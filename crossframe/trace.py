@@ -10,7 +10,9 @@ ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)  # the collectives of a step
-ALL_TO_ALL = "all_to_all"  # moves shards to another layout (R36): between steps, so never in a plan
+# Never in a plan: moves shards to another layout between steps (R36), or tokens to experts.
+ALL_TO_ALL = "all_to_all"
+SEND = "send"  # from one rank to another; never in a plan
 
 FREE = "free"  # frees the full parameters
 RESHARD_TO_GROUP = "reshard_to_group"  # frees the full parameters except the part kept in a reshard group (R08)

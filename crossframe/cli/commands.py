@@ -354,13 +354,16 @@ def plan(
         str, typer.Option(help="Gradient accumulation: each, last or all_reduce_last reduces gradients.")
     ] = "each",
     rank: Annotated[int, typer.Option(help="The rank whose step is shown.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Number of tokens per rank and microbatch.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Number of tokens per data parallel rank and microbatch.")] = 4096,
     tp: Tp = 1,
     ep: Ep = 1,
     pp: Pp = 1,
     parallel: Parallel = None,
     stage: Stage = None,
     schedule: Annotated[str | None, typer.Option(help="Pipelines: 1f1b or gpipe. Default: 1f1b")] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(help="Expert parallelism: number of experts that process a token.", show_default=False)
+    ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Bandwidth of a rank in bytes/s. Default: 5e10")] = None,
     replica_bandwidth: Annotated[
         float | None, typer.Option(help="Bandwidth between replicas in bytes/s. Default: --bandwidth")
@@ -394,5 +397,6 @@ def plan(
             hardware(bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency, flops=flops),
             ParallelOptions(tp, ep, pp, parallel or (), stage or ()),
             schedule,
+            experts_per_token,
         )
         show_plan(model, dtype, options, events=events, svg=svg, as_json=as_json, console=console)

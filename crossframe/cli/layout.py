@@ -22,7 +22,7 @@ from crossframe.draw.table import aligned
 from crossframe.errors import LayoutError, UsageError
 from crossframe.explorer import dtype_choices, explorer_data, explorer_page
 from crossframe.layout import LAYOUT_KINDS, Sharding
-from crossframe.mesh import EXPERT, PIPELINE, MeshSpec, check_rank, check_world_size
+from crossframe.mesh import PIPELINE, MeshSpec, check_rank, check_world_size
 from crossframe.parallel import ParallelModel, ParallelSharding, Style
 from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes, model_shapes
@@ -337,12 +337,14 @@ def _part_title(model: ParallelModel, rank: int, *, alone: bool) -> str:
     if alone:
         at = ", ".join(f"{axis} {index}" for axis, index in coordinate.items() if model.mesh.size(axis) > 1)
         return f"rank {rank:,}: {at}"
-    stages, numbered = model.mesh.size(PIPELINE), bool(model.num_experts)
-    same = [axis for axis in model.mesh.names if axis != PIPELINE and not (axis == EXPERT and numbered)]
-    stage = f"stage {coordinate[PIPELINE]} of {stages}" if stages > 1 else "all ranks"
-    experts = f", ep {coordinate[EXPERT]}" if numbered else ""
+    same = [axis for axis in model.mesh.names if axis not in model.part_axes]
+    at = ", ".join(
+        f"stage {coordinate[axis]} of {model.mesh.size(axis)}" if axis == PIPELINE else f"{axis} {coordinate[axis]}"
+        for axis in model.part_axes
+    )
     ranks = ranks_text(model.mesh.group(rank, *same))
-    return f"{stage}{experts} (ranks {ranks}): the part of one rank, {sum(p.numel for p in model.part(rank).params):,} elements"
+    numel = sum(param.numel for param in model.part(rank).params)
+    return f"{at or 'every rank'} (ranks {ranks}): the part of one rank, {numel:,} elements"
 
 
 def where_json(sharding: Sharding | ParallelSharding, asked: str) -> dict[str, Any]:

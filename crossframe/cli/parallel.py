@@ -36,8 +36,8 @@ class ParallelOptions:
         for name in ("tp", "ep", "pp"):
             if (size := getattr(self, name)) < 1:
                 raise UsageError(f"{name}: expected a number of ranks of at least 1, got {size}")
-        if self.styles and self.tp == self.ep == 1:
-            raise UsageError("parallel: styles divide modules over --tp or --ep; pass the size of one")
+        if self.styles and self.is_plain:
+            raise UsageError("parallel: styles are of modules that --tp or --ep divides; pass the size of one")
         if self.stages and self.pp == 1:
             raise UsageError("stage: without --pp there is one stage; pass the number of stages")
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,20 @@ from crossframe.cli.checks import choice, put, refused, width_of, write_svg
 from crossframe.cli.parallel import ParallelOptions
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text
+from crossframe.draw.amounts import TIMES, bytes_text, percent_text, seconds_text
+from crossframe.draw.steps import WORDS
+from crossframe.draw.table import aligned
 from crossframe.errors import UsageError
 from crossframe.layout import LAYOUT_KINDS
-from crossframe.mesh import check_rank, check_world_size
-from crossframe.parallel import ParallelModel, ParallelSharding
+from crossframe.mesh import PIPELINE, check_rank, check_world_size
+from crossframe.parallel import ParallelModel, ParallelSharding, Traffic, idle_share, model_traffic, token_shares
+from crossframe.parallel.traffic import by_kind
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes, model_shapes
 from crossframe.strategy import Prefetch, Schedule, Strategy, Sync
+from crossframe.trace import COLLECTIVES
 
 MIN_RATE, MAX_RATE, MAX_LATENCY = 1.0, 1e24, 1e6
 MAX_TOKENS = 10**12
@@ -70,6 +76,7 @@ class PlanOptions:
         reshard_after_forward: "true", "false" or the size of a reshard group; None: that of the strategy. FSDP2 only.
         tokens: of one rank and microbatch.
         parallel: the axes that divide the model.
+        experts_per_token: the number of experts that process a token; with expert parallelism.
         schedule: the order of microbatches in a pipeline; None: "1f1b".
 
     Raises:
@@ -94,10 +101,20 @@ class PlanOptions:
     hardware: Hardware = field(default_factory=Hardware)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     schedule: str | None = None
+    experts_per_token: int | None = None
 
-    def cost(self, shapes: ModelShapes) -> Cost:
-        """The plan of a model's step and its cost."""
-        return self.rank_cost(self.model(shapes), self.rank)
+    def traffic(self, model: ParallelModel) -> tuple[Traffic, ...] | None:
+        """What the rank sends over the axes that divide the model; None if the width of activations is unknown."""
+        if model.width is None:
+            return None
+        return model_traffic(
+            model,
+            self.rank,
+            tokens=self.tokens,
+            microbatches=self.microbatches,
+            dtype=self.param_dtype,
+            experts_per_token=self.experts_per_token,
+        )
 
     def model(self, shapes: ModelShapes) -> ParallelModel:
         """The model on its mesh."""
@@ -111,10 +128,12 @@ class PlanOptions:
         check_rank(self.rank, self.world_size)
         return model
 
-    def rank_cost(self, model: ParallelModel, rank: int) -> Cost:
+    def cost(self, model: ParallelModel, rank: int) -> Cost:
         """The plan of the step of a rank and its cost."""
         strategy, api = choice("strategy", Strategy, self.strategy), choice("api", Api, self.api)
         sync = choice("sync", Sync, self.sync)
+        if self.experts_per_token is not None and self.parallel.ep == 1:
+            raise UsageError("experts-per-token: without --ep every parameter counts for every token; pass --ep")
         if self.schedule is not None and self.parallel.pp == 1:
             raise UsageError("schedule: without --pp there is no pipeline; pass the number of stages")
         schedule = choice("schedule", Schedule, self.schedule or Schedule.ONE_F_ONE_B.value)
@@ -150,7 +169,8 @@ class PlanOptions:
             sync=sync,
             schedule=schedule,
         )
-        return step_cost(plan, units, self.hardware, tokens=self.tokens)
+        shares = token_shares(model, self.experts_per_token)
+        return step_cost(plan, units, self.hardware, tokens=self.tokens, token_shares=shares)
 
     def _reshards(self, api: Api) -> bool | int | None:
         asked = self.reshard_after_forward
@@ -188,6 +208,99 @@ def plan_json(cost: Cost) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class AxesCost:
+    """What the axes that divide a model change: all parts of the model, and the traffic of the axes.
+
+    Attributes:
+        model: the model on its mesh.
+        rank: the rank of the traffic.
+        costs: the cost of the step of a rank of each part, by rank.
+        traffic: None if the width of activations is unknown.
+        microbatches, hardware: as in PlanOptions.
+    """
+
+    model: ParallelModel
+    rank: int
+    costs: Mapping[int, Cost]
+    traffic: Sequence[Traffic] | None
+    microbatches: int
+    hardware: Hardware
+
+    def totals(self) -> dict[str, int]:
+        """The bytes of data parallel collectives of all ranks together, by kind."""
+        ranks_of_a_part = self.model.mesh.world_size // len(self.costs)
+        found: dict[str, int] = {}
+        for cost in self.costs.values():
+            for kind, counts in cost.collectives.items():
+                found[kind] = found.get(kind, 0) + counts["num_bytes"] * ranks_of_a_part
+        return found
+
+    def seconds(self, traffic: Traffic) -> float:
+        """The time of all these collectives."""
+        each = self.hardware.collective_seconds(
+            traffic.kind, traffic.num_bytes, len(traffic.group), between_replicas=False
+        )
+        return traffic.count * each
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that `plan --json` has with these axes."""
+        mesh = self.model.mesh
+        return {
+            "axes": dict(mesh.items()),
+            "coordinate": mesh.coordinate(self.rank),
+            "parts": [
+                {
+                    "rank": rank,
+                    "coordinate": mesh.coordinate(rank),
+                    "numel": sum(param.numel for param in self.model.part(rank).params),
+                    "peak_bytes": cost.peak_bytes,
+                    "peak_memory": dict(cost.peak.memory),
+                    "collectives": {kind: dict(counts) for kind, counts in cost.collectives.items()},
+                }
+                for rank, cost in self.costs.items()
+            ],
+            "total_bytes": self.totals(),
+            "model_axes": None
+            if self.traffic is None
+            else [
+                {name: value for name, value in asdict(each).items() if name != "group"}
+                | {"num_ranks": len(each.group), "seconds": self.seconds(each)}
+                for each in self.traffic
+            ],
+            "idle_share": idle_share(mesh.size(PIPELINE), self.microbatches),
+        }
+
+    def text(self) -> str:
+        """A table of the parts, the bytes of all ranks, and the traffic of each axis."""
+        mesh = self.model.mesh
+        rows = [["part", "parameters", "peak memory", *(WORDS[kind] for kind in COLLECTIVES)]]
+        for rank, cost in self.costs.items():
+            at = ", ".join(f"{axis} {mesh.coordinate(rank)[axis]}" for axis in self.model.part_axes) or "every rank"
+            numel = sum(param.numel for param in self.model.part(rank).params)
+            sent = [bytes_text(cost.collectives[kind]["num_bytes"]) for kind in COLLECTIVES]
+            rows.append([at, f"{numel:,}", bytes_text(cost.peak_bytes), *sent])
+        totals = self.totals()
+        rows.append(["all ranks", "", "", *(bytes_text(totals[kind]) for kind in COLLECTIVES)])
+        lines = ["data parallel, for one rank of each part", aligned(rows, left=1), ""]
+        lines.append(f"model axes, for rank {self.rank:,}; not in the times above")
+        if self.traffic is None:
+            lines.append("not stated, since no module of style vocab or rowwise states the width of activations")
+        table = []
+        for (axis, kind), found in by_kind(self.traffic or ()).items():
+            num_bytes = sum(each.count * each.num_bytes for each in found)
+            seconds = seconds_text(sum(map(self.seconds, found)))
+            count = f"{sum(each.count for each in found):,} {TIMES} {WORDS.get(kind, kind.replace('_', '-'))}"
+            table.append([f"{axis} {mesh.size(axis)}", count, bytes_text(num_bytes), seconds])
+        if table:
+            lines.append(aligned(table, left=2))
+        if idle := idle_share(mesh.size(PIPELINE), self.microbatches):
+            lines.append(
+                f"a stage waits for others for {percent_text(idle, 1)} of the step, if stages take equally long"
+            )
+        return "\n".join(lines)
+
+
 def show_plan(
     model: str,
     dtype: str,
@@ -203,23 +316,31 @@ def show_plan(
     Args:
         model: a name or a file, as `model_shapes` takes it.
         svg: where the drawing goes; None: nowhere.
-        as_json: print `plan_json` instead.
+        as_json: print `plan_json` instead, with the fields of `AxesCost.to_json` if axes divide the model.
 
     Raises:
         CrossframeError: a model or an option that does not exist.
         OSError: a drawing that cannot be written.
     """
     shapes = model_shapes(model, dtype)
-    cost = options.cost(shapes)
+    parallel = options.model(shapes)
+    cost = options.cost(parallel, options.rank)
+    axes = None
+    if not options.parallel.is_plain:
+        costs = {rank: options.cost(parallel, rank) for rank in parallel.distinct_parts()}
+        traffic = options.traffic(parallel)
+        axes = AxesCost(parallel, options.rank, costs, traffic, options.microbatches, options.hardware)
     ranks = f"{options.world_size:,} rank{'s' if options.world_size > 1 else ''}"
     title = f"{shapes.name} on {ranks}{options.parallel.text()}, {options.strategy}, {options.api}"
     if svg is not None:
         write_svg(svg, plan_svg(cost, title=title))
     if as_json:
-        print(json.dumps(plan_json(cost), indent=1))
+        print(json.dumps(plan_json(cost) | (axes.to_json() if axes else {}), indent=1))
         return
     put(console, f"{title}: the step of rank {options.rank:,}\n")
     put(console, plan_text(cost, width=width_of(console)))
+    if axes is not None:
+        put(console, f"\n{axes.text()}")
     if events:
         put(console, f"\n{events_text(cost)}")
     if svg is not None:

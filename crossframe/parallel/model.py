@@ -10,7 +10,7 @@ from crossframe.layout import Layout, PerParamLayout, Piece, Sharding
 from crossframe.layout.division import Division, in_part, in_whole, local_part
 from crossframe.mesh import EXPERT, MODEL_AXES, PIPELINE, TENSOR, DataRanks, MeshSpec, ParallelMesh
 from crossframe.parallel.stages import StageRules, stages_of
-from crossframe.parallel.styles import Rules, Styled, known_rules, styled
+from crossframe.parallel.styles import Rules, Style, Styled, known_rules, styled
 from crossframe.params import ParamSpec
 from crossframe.quoting import quote
 from crossframe.shapes import ModelShapes
@@ -32,7 +32,6 @@ class ParallelModel:
         LayoutError: a parameter that an axis cannot divide.
         UnitError: a unit that mixes experts and other parameters.
 
-    >>> from crossframe.parallel import Style
     >>> params = (ParamSpec("up.weight", (6, 4)), ParamSpec("down.weight", (4, 6)), ParamSpec("down.bias", (4,)))
     >>> rules = [("up", Style.COLWISE), ("down", Style.ROWWISE)]
     >>> model = ParallelModel(ModelShapes("mlp", params), ParallelMesh.of(dp=2, tp=2), rules)
@@ -94,6 +93,33 @@ class ParallelModel:
                     f"multiple of this size, got {quote(sorted(found))}; choose another size of the axis"
                 )
         return {module: len(found) for module, found in numbers.items()}
+
+    def total_experts(self, name: str) -> int:
+        """The number of experts of the module of a parameter that the axis "ep" divides."""
+        return self.num_experts.get(self._styled[name].module) or self._by_name[name].shape[0]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, ParamSpec]:
+        return {param.name: param for param in self.shapes.params}
+
+    @cached_property
+    def width(self) -> int | None:
+        """The width of the residual stream: of a vocabulary's rows, or of the output of a rowwise module; None if unknown."""
+        rules = known_rules(self.shapes.params) if self.rules is None else self.rules
+        for style, dim in ((Style.VOCAB, 1), (Style.ROWWISE, 0)):
+            for name, each in styled(self.shapes.params, rules).items():
+                if each.style is style and len(shape := self._by_name[name].shape) > 1:
+                    return shape[dim]
+        return None
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether activations between modules are divided over "tp" by positions."""
+        return any(each.style is Style.SEQUENCE for each in self._styled.values())
+
+    def unit_of(self, name: str) -> str:
+        """The unit of a parameter, where modules of experts are units of their own."""
+        return self._whole.unit_of(name)
 
     def divisions(self, param: ParamSpec, coordinate: Mapping[str, int]) -> tuple[Division, ...]:
         """The divisions of a parameter at a coordinate of the mesh."""
@@ -157,14 +183,16 @@ class ParallelModel:
         """The units whose parameters the axis "ep" divides."""
         return frozenset(self._whole.unit_of(p.name) for p in self.shapes.params if self.is_expert(p.name))
 
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes along which parts have other shapes or names: "pp", and "ep" if experts are numbered."""
+        axes = (PIPELINE, *([EXPERT] if self.num_experts else []))
+        return tuple(axis for axis in axes if self.mesh.size(axis) > 1)
+
     def distinct_parts(self) -> list[int]:
-        """A rank of each part with other shapes or names: one for each stage and, if experts are numbered, each index on "ep"."""
-        experts = range(self.mesh.size(EXPERT) if self.num_experts else 1)
-        return [
-            self.mesh.rank({PIPELINE: stage, EXPERT: expert})
-            for stage in range(self.mesh.size(PIPELINE))
-            for expert in experts
-        ]
+        """A rank of each part with other shapes or names."""
+        indices = product(*(range(self.mesh.size(axis)) for axis in self.part_axes))
+        return [self.mesh.rank(dict(zip(self.part_axes, index, strict=True))) for index in indices]
 
     def data_ranks(self, rank: int, unit: str) -> DataRanks:
         """The data-parallel ranks over which a rank's part of a unit is replicated and sharded."""
@@ -181,7 +209,6 @@ class ParallelSharding:
         kind, keep_original, compute_dtype: the layouts, as in `ModelShapes.layouts`.
         dims: the dim on which a per-parameter layout shards a parameter, by name; 0 for the others.
 
-    >>> from crossframe.parallel import Style
     >>> params = (ParamSpec("up.weight", (6, 4)), ParamSpec("down.weight", (4, 6)))
     >>> rules = [("up", Style.COLWISE), ("down", Style.ROWWISE)]
     >>> model = ParallelModel(ModelShapes("mlp", params), ParallelMesh.of(dp=2, tp=2), rules)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_styles_and_stages_of_options(tmp_path):
         (("--ep", 2), "axis 'ep' of size 2: no known style matches a module of model 'gpt-tiny'"),
         (("--pp", 4), "axis 'pp' of size 4: model 'gpt-tiny' has 2 units"),
         (("--tp", 4), "'blocks.0.attention.query.weight' of shape (10, 10), axis 'tp' of size 4: dim 0 has 10 elements"),
-        (("--parallel", "x=colwise"), "parallel: styles divide modules over --tp or --ep"),
+        (("--parallel", "x=colwise"), "parallel: styles are of modules that --tp or --ep divides"),
         (("--stage", "x=1"), "stage: without --pp there is one stage"),
         (("--tp", 2, "--parallel", "head"), "parallel: expected PATTERN=STYLE"),
         (("--tp", 2, "--parallel", "head=x"), "parallel: expected one of colwise, rowwise, vocab"),
@@ -148,3 +149,35 @@ def test_what_one_command_refuses_of_model_axes(tmp_path):
     assert "tp, ep, pp: the page of --html has no such choice" in refused(*tp, "--html", tmp_path / "x.html")
     assert "no unit is named 'x'" in refused(*tp, "--unit", "x")
     assert "replicate: expected a divisor of 2 ranks, got 4" in refused(*tp, "--replicate", 4)
+
+
+def test_plan_states_all_parts_and_the_traffic_of_the_axes():
+    options = ("plan", "llama-3-8b", "--world-size", 16, "--tp", 4, "--pp", 2, "--tokens", 100, "--microbatches", 3)
+    status, said = run(*options)
+    assert status == 0 and "model axes, for rank 0; not in the times above" in said
+    # Two in forward and two in backward of each of 16 blocks, and one of the embedding, in three microbatches.
+    assert re.search(r"tp 4 +195 . all-reduce", said) and re.search(r"pp 2 +3 . send", said)
+    assert "a stage waits for others for 25.0 % of the step" in said
+    status, said = run(*options, "--json")
+    found = json.loads(said)
+    assert status == 0 and [part["coordinate"]["pp"] for part in found["parts"]] == [0, 1]
+    assert found["peak_bytes"] == found["parts"][0]["peak_bytes"]
+    for kind, total in found["total_bytes"].items():
+        assert total == 8 * sum(part["collectives"][kind]["num_bytes"] for part in found["parts"])
+    assert {(each["axis"], each["kind"], each["phase"]) for each in found["model_axes"]} == {
+        ("tp", "all_reduce", "forward"), ("tp", "all_reduce", "backward"), ("pp", "send", "forward")
+    }  # fmt: skip
+    assert found["idle_share"] == 1 / 4
+    assert "axes" not in json.loads(run("plan", "gpt-tiny", "--world-size", 2, "--json")[1])
+
+
+def test_plan_of_experts_needs_their_number_for_a_token(tmp_path):
+    plan = ("plan", in_file(tmp_path, MOE), "--world-size", 4, "--ep", 2)
+    assert "expected the number of experts that process a token, from 1 to 4, got None" in refused(
+        *plan, "--parallel", "embed=vocab"
+    )
+    status, said = run(*plan, "--parallel", "embed=vocab", "--experts-per-token", 2)
+    assert status == 0 and re.search(r"ep 2 +4 . all-to-all", said) and "expert shards" in said
+    status, said = run(*plan, "--experts-per-token", 2)
+    assert status == 0 and "not stated, since no module of style vocab or rowwise states the width" in said
+    assert "experts-per-token: without --ep" in refused("plan", "gpt-tiny", "--world-size", 2, "--experts-per-token", 2)

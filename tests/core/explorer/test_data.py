@@ -83,7 +83,7 @@ def test_memory_of_each_event_is_that_of_the_plan(data, choices):
     for world_size, strategy, kind, choice, found in combinations(data, choices):
         shard = found["mesh"][1] if strategy == "hybrid_shard" else None
         options = PlanOptions(world_size, strategy, shard, kind=kind, param_dtype=choice.compute)
-        spans = options.cost(choice.shapes).spans
+        spans = options.cost(options.model(choice.shapes), 0).spans
         step = data["steps"][found["step"]]
         memory = {name: data["columns"][index] for name, index in step["memory"].items()}
         for at, span in enumerate(spans):

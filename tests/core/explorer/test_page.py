@@ -92,7 +92,7 @@ def test_rank_offset_and_memory_are_those_of_the_core(results, at):
     plan = PlanOptions(
         int(world), strategy, shard if "hybrid" in strategy else None, kind=kind, param_dtype=compute or None
     )
-    span = (spans := plan.cost(shapes).spans)[min(EVENT, len(spans) - 1)]
+    span = (spans := plan.cost(plan.model(shapes), 0).spans)[min(EVENT, len(spans) - 1)]
     assert happens.startswith(f"event {spans.index(span) + 1} of {len(spans)}, at {seconds_text(span.issue_seconds)}: ")
     assert happens.endswith(f"memory after it: {bytes_text(span.memory_bytes)}")
     (layout,) = (layout for _, layout in sharding.units if element.partition("[")[0] in {p.name for p in layout.params})

@@ -13,16 +13,17 @@ import torch_backend
 from crossframe.api import Api
 from crossframe.cost import step_cost
 from crossframe.mesh import ParallelMesh
-from crossframe.parallel import ParallelSharding
+from crossframe.parallel import ParallelSharding, model_traffic
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Schedule, Sync
-from crossframe.trace import ALL_GATHER, collectives, difference
-from tests.on_torch.helpers.collectives import LOW, Collectives, by_group
+from crossframe.trace import ALL_GATHER, SEND, collectives, difference
+from tests.on_torch.helpers.collectives import LOW, Collectives, FunctionalCollectives, by_group
 from tests.on_torch.helpers.model_axes import VOCABULARY, WIDTH, Net, parallel
 from torch_backend.observe import record_trace
 from torch_backend.shards import layouts_of, sharded_units
 
+TOKENS = 8  # two samples of four positions
 MESHES = {
     "tp": ParallelMesh.of(dp=2, tp=2),
     "ep": ParallelMesh.of(dp=2, ep=2),
@@ -103,24 +104,49 @@ CASES = {
 
 
 def _step(net, model, rank, case):
-    """A step of a stage, whose inputs and gradients are made up: data parallelism sends the same for any."""
+    """A step of a stage, whose inputs and gradients are made up: data parallelism sends the same for any.
+
+    Returns (phase, bytes) of what a pipeline would send to other stages.
+    """
     mesh = case.mesh
     coordinate = mesh.coordinate(rank)
     is_first = coordinate.get("pp", 0) == 0
     generator = torch.Generator().manual_seed(coordinate["dp"])
-    outputs = {}
+    given, outputs, sent = {}, {}, Counter()
     for phase, i in case.schedule.order(coordinate.get("pp", 0), mesh.size("pp"), case.microbatches):
         if phase == "forward":
             x = torch.randint(VOCABULARY, (2, 4), generator=generator)
-            given = x if is_first else torch.randn(2, 4, WIDTH, generator=generator).requires_grad_()
-            outputs[i] = net(given)
+            given[i] = x if is_first else torch.randn(2, 4, WIDTH, generator=generator).requires_grad_()
+            outputs[i] = net(given[i])
+            if coordinate.get("pp", 0) < mesh.size("pp") - 1:
+                sent["forward", outputs[i].nbytes] += 1
             continue
         reduces = i == case.microbatches - 1 or case.sync is not Sync.LAST
         net.set_requires_gradient_sync(reduces)
         net.set_is_last_backward(reduces)
-        output = outputs.pop(i)
-        output = output.full_tensor() if isinstance(output, DTensor) else output
-        output.float().sum().backward()
+        (output.to_local() if isinstance(output := outputs.pop(i), DTensor) else output).float().sum().backward()
+        if not is_first:
+            sent["backward", given[i].grad.nbytes] += 1
+    return sent
+
+
+def _traffic(model, rank, case):
+    """The collectives of model axes and the sends that the core states, as an observer counts them."""
+    stated = model_traffic(
+        model,
+        rank,
+        tokens=TOKENS,
+        microbatches=case.microbatches,
+        dtype="bfloat16" if case.low else None,
+        experts_per_token=2 if case.mesh.size("ep") > 1 else None,
+    )
+    found, sends = Counter(), Counter()
+    for each in stated:
+        if each.kind == SEND:
+            sends[each.phase, each.num_bytes] += each.count
+        else:
+            found[each.kind, each.num_bytes, tuple(each.group)] += each.count
+    return found, sends
 
 
 def _compare(rank, world_size, cases):
@@ -133,9 +159,12 @@ def _compare(rank, world_size, cases):
             options = {"mp_policy": api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if case.low else {}
             net, model = parallel(api, case.mesh, sequence=case.sequence, reshard_after_forward=case.reshard, **options)
             _step(net, model, rank, case)
-            with Collectives() as watcher, record_trace() as events:
-                _step(net, model, rank, case)
+            with Collectives() as watcher, FunctionalCollectives() as of_model, record_trace() as events:
+                sent = _step(net, model, rank, case)
             seen[api] = watcher.seen
+            traffic, sends = _traffic(model, rank, case)
+            if of_model.seen != traffic or sent != sends:
+                problems.append((case, api.__name__, "model axes", of_model.seen, traffic, sent, sends))
             if api is theirs:
                 continue
             layouts = ParallelSharding(model, "per_param").layouts(rank)

@@ -5,10 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from crossframe.mesh import ParallelMesh
 from crossframe.parallel import ParallelModel, Style
@@ -19,6 +25,7 @@ from tests.on_torch.helpers.models import seed_cpu
 WIDTH, HIDDEN, VOCABULARY = 6, 8, 10
 RULES = [
     ("embed", Style.VOCAB),
+    ("h.*.gate", Style.COLWISE),
     ("h.*.up", Style.COLWISE),
     ("h.*.down", Style.ROWWISE),
     ("head", Style.COLWISE),
@@ -34,7 +41,7 @@ def mesh_of(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
 
 
 class Experts(nn.Module):
-    """Four experts, divided between the ranks of a group; each position goes to all of them."""
+    """Four experts, divided between the ranks of a group; each position goes to two of them, as many to each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +50,30 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
+        flat = x.reshape(-1, WIDTH)
+        experts = [(i % 4, i) for i in range(len(flat))] + [((i + 1) % 4, i) for i in range(len(flat))]
+        order = torch.tensor([i for _, i in sorted(experts)])
+        sent = flat[order]
         if self.group is None:
-            return torch.einsum("bsi,eij->bsj", x, weight)
-        x = all_gather_tensor_autograd(x, 0, self.group)
-        found = torch.einsum("bsi,eij->bsj", x, weight.to_local()).contiguous()
-        return reduce_scatter_tensor_autograd(found, "sum", 0, self.group)
+            found = torch.bmm(sent.view(4, -1, WIDTH), weight).reshape(-1, WIDTH)
+        else:
+            size = self.group.size()
+            came = all_to_all_single_autograd(sent, None, None, self.group).view(size, 4 // size, -1, WIDTH)
+            by_expert = came.transpose(0, 1).reshape(4 // size, -1, WIDTH)
+            done = torch.bmm(by_expert, weight.to_local()).view(4 // size, size, -1, WIDTH).transpose(0, 1)
+            found = all_to_all_single_autograd(done.reshape(-1, WIDTH), None, None, self.group)
+        return torch.zeros_like(flat).index_add(0, order, found).view(x.shape).clone()
+
+
+class Perceptron(nn.Module):
+    """A gated perceptron, whose two first linears have one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -55,11 +81,11 @@ class Block(nn.Module):
 
     def __init__(self, has_experts: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Perceptron()
         self.experts = Experts() if has_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        x = x + self.mlp(self.norm(x))
         return x if self.experts is None else x + self.experts(x)
 
 
@@ -125,7 +151,11 @@ def _plan(net: Net, sequence: bool) -> dict[str, Any]:
     inputs, outputs = ({"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}) if sequence else ({}, {})
     plan: dict[str, Any] = {}
     for i in net.h:
-        plan |= {f"h.{i}.up": ColwiseParallel(**inputs), f"h.{i}.down": RowwiseParallel(**outputs)}
+        shared = PrepareModuleInput(
+            input_layouts=(Shard(1) if sequence else Replicate(),), desired_input_layouts=(Replicate(),)
+        )
+        colwise = {f"h.{i}.mlp.gate": ColwiseParallel(), f"h.{i}.mlp.up": ColwiseParallel()}
+        plan |= {f"h.{i}.mlp": shared, **colwise, f"h.{i}.mlp.down": RowwiseParallel(**outputs)}
         if sequence:
             plan[f"h.{i}.norm"] = SequenceParallel()
     if net.embed is not None:
