@@ -262,7 +262,11 @@ class Bucket:
         self.registrar.summon(views_of(self.layout, full), grads)
 
     def dismiss(self, writeback: Writeback) -> None:
-        """End `summon` in the order of R24: write edits back as requested, then free the shown parameters."""
+        """End `summon` in the order of R24: write edits back as requested, then free the shown parameters.
+
+        The steps of `UnshardRequest.exit_steps` are one try statement here: what is shown is freed also if the writeback raises,
+        and the copy into the shard brings values back from the CPU.
+        """
         full = grads = None
         try:
             if self._shown is not None:

@@ -127,6 +127,8 @@ class ShardStore:
 class _Cuts:
     """The division of a rank's shard into pieces and padding, with an empty part at its end.
 
+    The copies are those of `crossframe.writeback.writeback_copies`, of which all runs of a piece are one strided copy here.
+
     Attributes:
         copies: the parameter index and range of each piece.
         padding: the ranges of padding.
