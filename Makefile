@@ -77,7 +77,7 @@ mutate: $(INSTALLED)
 # The first line of a module or of a name's docstring that has the word, the rules, and the map of folders.
 where:
 	@git grep -inE '^(class |def |""").*$(or $(WORD),$(error make where WORD=padding))' -- 'crossframe/*.py' 'torch_backend/*.py' 'jax_backend/*.py' \
-		'experiments/*.py' | cut -c1-200
+		'experiments/*.py' ':(glob)tests/*.py' 'tests/**/helpers/*.py' | cut -c1-200
 	@grep -inH '$(WORD)' docs/reference/architecture.md docs/rules.md | cut -c1-200
 
 format: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Prints a report in a few lines."""
+"""Prints a report in the terminal: the verdict, where and why, and the table of pairs, their bounds and differences."""
 
 import textwrap
 from collections.abc import Sequence

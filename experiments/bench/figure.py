@@ -1,4 +1,4 @@
-"""What a benchmark measured, and how it is shown: one line a figure, with its limit and whether it keeps to it."""
+"""A figure of a benchmark: the median and quartiles of what was measured, shown in a line with its limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

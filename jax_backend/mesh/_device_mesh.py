@@ -1,4 +1,4 @@
-"""The mesh of devices: the core's grid of ranks (R10) as a jax Mesh, and trees with one value for each rank."""
+"""The mesh of devices: ranks (R10) as a jax Mesh, trees with a value for each rank, and random keys folded with the rank."""
 
 from collections.abc import Sequence
 from typing import Any
