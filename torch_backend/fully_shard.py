@@ -26,6 +26,7 @@ from torch_backend.compat._fully_shard_api import (
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._deferred_init import make_real
+from torch_backend.engine._step_hooks import executor_of
 from torch_backend.engine._unit import UNIT, Unit, unit_of
 from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.fsdp2._fsdp_module import (
@@ -244,7 +245,7 @@ class _Hooks:
 
     @_disable_dynamo
     def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        executor = self._unit.executor or begin_as_root(inner)
+        executor = executor_of(self._unit) or begin_as_root(inner)
         if not self._to_run:
             self._to_run.update(self._modules)
         return executor.begin_forward(self._unit, args, kwargs)
@@ -252,7 +253,7 @@ class _Hooks:
     @_disable_dynamo
     def after(self, inner: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook. No output and an active exception mean that the module or its first use raised."""
-        executor = self._unit.executor
+        executor = executor_of(self._unit)
         if executor is None:
             return None
         self._to_run.discard(inner)

@@ -22,7 +22,7 @@ from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._clipping import clip_grad_norm
-from torch_backend.engine._step_hooks import StepExecutor
+from torch_backend.engine._step_hooks import StepExecutor, executor_of
 from torch_backend.engine._summon import summon_units
 from torch_backend.engine._unit import UNIT, unit_of
 from torch_backend.engine._unit_tree import named_units, units_in
@@ -35,6 +35,7 @@ from torch_backend.fsdp1._arguments import (
     unit_options,
     wrap_inside,
 )
+from torch_backend.fsdp1._comm_hook import set_comm_hook
 from torch_backend.fsdp1._optim_state_methods import HasOptimStateDicts
 from torch_backend.fsdp1._summon_full_params import Summonable
 from torch_backend.memory._store import ShardStore
@@ -45,7 +46,6 @@ from torch_backend.modules._materialise import prepare, sync_states
 from torch_backend.modules._owned_params import OwnedParam
 from torch_backend.param_registration import FlatParameter, FlatRegistrar, OriginalRegistrar, Registrar
 from torch_backend.ranks._collectives import UnitMesh
-from torch_backend.ranks._comm_hook import set_comm_hook
 from torch_backend.state._state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -279,7 +279,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with unsharded parameters."""
         unit = unit_of(self)
-        executor = unit.executor or self._begin_as_root()
+        executor = executor_of(unit) or self._begin_as_root()
         if self._full_in_eval and unit.state.activity == Activity.IDLE:
             self._follow_mode()
         args, kwargs = _begin_forward(executor, unit, args, kwargs)
@@ -318,7 +318,8 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             unit.compute_in(PrecisionPolicy() if full else policy)
         unit.options.input_dtype, unit.options.root_input_dtype = (None, None) if full else self._input_dtypes
-        if unit.executor is not None and unit.executor.root is unit:
+        executor = executor_of(unit)
+        if executor is not None and executor.root is unit:
             if not full:
                 self._lower_buffers()
             else:
@@ -327,7 +328,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit. Before the first forward, makes this instance the root."""
-        executor = unit_of(self).executor or self._begin_as_root()
+        executor = executor_of(unit_of(self)) or self._begin_as_root()
         return executor.root is unit_of(self)
 
     @staticmethod
@@ -355,7 +356,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, including unsharded gradients that accumulated under `no_sync`."""
-        executor = unit_of(self).executor
+        executor = executor_of(unit_of(self))
         if executor is not None:
             executor.recover()
         super().zero_grad(set_to_none)
@@ -398,7 +399,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
             raise StateError(
                 "clip_grad_norm_ on an inner unit would see a part of the gradients; call it on the outermost"
             )
-        executor = unit_of(self).executor
+        executor = executor_of(unit_of(self))
         assert executor is not None
         executor.check_summon()
         managed = {

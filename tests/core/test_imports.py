@@ -122,8 +122,8 @@ def test_libraries_of_commands_and_reports_stay_in_their_folders(library):
 def graph() -> dict[str, set[str]]:
     """Each module of the repository and the modules of the repository that it imports anywhere in its source.
 
-    `from a import b` counts as an import of module a.b if there is one, otherwise of a. Imports under `if TYPE_CHECKING:`, which
-    are not run, do not count, nor does it that an import of a.b runs a/__init__.py first.
+    `from a import b` counts as an import of module a.b if there is one, otherwise of a. It does not count that an import of a.b
+    runs a/__init__.py first, nor what an `__init__` shows to type checkers and loads lazily.
     """
     paths = {
         source.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): source
@@ -133,7 +133,7 @@ def graph() -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {}
     for module, path in paths.items():
         names: set[str] = set()
-        for node in (node for node, runs in statements(path) if runs):
+        for node in (node for node, runs in statements(path) if runs or path.name != "__init__.py"):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             else:

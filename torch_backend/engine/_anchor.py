@@ -9,13 +9,10 @@ none of these properties.
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch_backend.engine._unit import Unit
 
 
 class Use:
@@ -23,10 +20,25 @@ class Use:
     recomputes may never run backward."""
 
 
+class Owner(Protocol):
+    """What an anchor asks of the unit whose parameters pass through it."""
+
+    def check_double_backward(self) -> None:
+        """Raise StateError if a graph of the gradients is asked for, where the API refuses that."""
+
+    def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of one use of the unit.
+
+        Args:
+            use: None if the graph of the unit's output is gone.
+            indices: the leaves that the gradients are of.
+        """
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, unit: "weakref.ref[Unit]", use: Use, indices: tuple[int, ...], *leaves: Tensor
+        ctx: Any, unit: "weakref.ref[Owner]", use: Use, indices: tuple[int, ...], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.use, ctx.indices = unit, weakref.ref(use), indices
         ctx.set_materialize_grads(False)
@@ -47,7 +59,7 @@ class _Anchor(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Anchor).apply  # type: ignore[attr-defined]
 
 
-def anchored(unit: "Unit", use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
+def anchored(unit: Owner, use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that the module computes with: aliases from an anchor for leaves that require a gradient, and the other
     leaves."""
     indices = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)

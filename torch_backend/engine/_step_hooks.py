@@ -65,7 +65,7 @@ class StepExecutor:
             AgreementError: other ranks have other units.
         """
         for each in named_units:
-            executor = each.unit.executor
+            executor = executor_of(each.unit)
             if executor is not None and executor.root is each.unit:
                 raise RunOrderError(
                     f"unit {each.name!r} has already run on its own, as a root; run the forward of the outermost sharded "
@@ -301,3 +301,8 @@ class StepExecutor:
         """Raise StateError if the user cannot be shown full parameters now, since a forward or backward is under way (R18)."""
         self.recover()
         self._step.check_summon()
+
+
+def executor_of(unit: Unit) -> StepExecutor | None:
+    """The step executor of the root that a unit runs under, once that has run."""
+    return unit.executor  # type: ignore[return-value]

@@ -6,7 +6,7 @@ The rules are in `crossframe.step`: a method here sends a signal to the unit's m
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,24 @@ from torch_backend.memory._optimizer_steps import count_steps
 from torch_backend.observe import tell_local_grads
 from torch_backend.ranks._collectives import UnitMesh
 
-if TYPE_CHECKING:
-    from torch_backend.engine._step_hooks import StepExecutor
+
+class Executor(Protocol):
+    """What a unit asks of the step executor of its root (`_step_hooks.py`)."""
+
+    def begin_backward(self, unit: "Unit") -> None:
+        """Signal that a gradient of the unit's output is available."""
+
+    def backward_done(self, unit: "Unit") -> None:
+        """Signal that all gradients of the unit's parameters are available."""
+
+    def reduce(self, unit: "Unit") -> None:
+        """Issue the reduction of the unit's gradients."""
+
+    def recover(self) -> None:
+        """Reset all units after a backward that an exception has ended (R17)."""
+
+    def check_summon(self) -> None:
+        """Raise StateError if a forward or backward is under way (R18)."""
 
 
 class Unit:
@@ -57,7 +73,7 @@ class Unit:
         self.step.choose(conceal_after_forward=all(bucket.registrar.conceals_after_forward for bucket in self.buckets))
         self.when_agreed: Callable[[], None] | None = None
         self.is_converting = False
-        self.executor: StepExecutor | None = None
+        self.executor: Executor | None = None
         self.count_steps(StepCount())
         # The use that a forward is in the midst of.
         self.current_use: Use | None = None

@@ -25,7 +25,7 @@ from crossframe.lifecycle import Residency
 from crossframe.reduction import custom_factors
 from torch_backend.compat._fully_shard_api import AllGather, ReduceScatter
 from torch_backend.engine._deferred_init import check_real, make_real
-from torch_backend.engine._step_hooks import StepExecutor
+from torch_backend.engine._step_hooks import StepExecutor, executor_of
 from torch_backend.engine._unit import Unit, unit_of
 from torch_backend.engine._unit_tree import NamedUnit, named_units, units_in
 from torch_backend.engine._unsupported import refuse_ddp, refuse_to_pickle
@@ -119,7 +119,7 @@ class FSDPModule(nn.Module):
         Raises:
             StateError: on an inner unit.
         """
-        executor = unit_of(self).executor
+        executor = executor_of(unit_of(self))
         if executor is None:
             return
         if executor.root is not unit_of(self):
@@ -393,7 +393,7 @@ def _units_of(modules: Any, method: str) -> list[Unit]:
 
 def _executor(module: nn.Module) -> StepExecutor:
     """The step executor of a module; a module that has not run becomes a root."""
-    return unit_of(module).executor or begin_as_root(module)
+    return executor_of(unit_of(module)) or begin_as_root(module)
 
 
 def _check_bool(method: str, value: Any) -> None:
