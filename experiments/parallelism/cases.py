@@ -1,6 +1,7 @@
 """Correct pairs of runs, and faults with the answers that are expected. Frozen before anything was compared."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.parallelism.training import Run
 
@@ -21,7 +22,7 @@ class Fault:
 
     name: str
     what: str
-    run: Run
+    run: Any
     places: tuple[str, ...]
     axis: str = ""
     ranks: tuple[int, ...] = ()

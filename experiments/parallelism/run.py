@@ -13,12 +13,11 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
-from experiments.parallelism.cases import CLEAN, FAULTS, Fault
-from experiments.parallelism.training import FORMS, Run, train_rank
+from experiments.parallelism.cases import Fault
 from experiments.untouched import forked
 from experiments.untouched.run import place_of
 
-RESULTS = Path(__file__).with_name("results") / "parallelism.md"
+RESULTS = Path(__file__).with_name("results")
 TIMEOUT = 120
 RIGHT = ("equal", "rounding")
 
@@ -29,11 +28,12 @@ class Answer:
 
     Attributes:
         verdict: "failed" where a run did not end or could not be compared; `reason` then says why.
+        case: a run, or a `Fault`.
         place: the first difference, as "phase/event name".
         axis: the mesh axis that the reason names. ranks: those that differ along it.
     """
 
-    case: Run | Fault
+    case: Any
     verdict: str
     reason: str
     place: str = ""
@@ -60,23 +60,33 @@ class Answer:
         return self.found and (self.axis, self.ranks if self.axis else ()) == (self.case.axis, self.case.ranks)
 
 
-def run_parallelism(cases: Sequence[str], *, output: Path | None, keep: Path | None, console: Console) -> int:
+def run_parallelism(
+    cases: Sequence[str],
+    *,
+    name: str,
+    clean: Sequence[Any],
+    faults: Sequence[Fault],
+    output: Path | None,
+    keep: Path | None,
+    console: Console,
+) -> int:
     """Run cases, and print and write what became of them; 0 if no answer is wrong.
 
     Args:
         cases: faults and forms. None: all.
+        name: of the set of cases, and of the file of its results. clean, faults: the set.
         output: a Markdown file. None: that of the results, if all cases run.
         keep: a folder in which recordings stay.
 
     Raises:
         UsageError: an unknown case.
     """
-    known = {fault.name for fault in FAULTS} | {run.form for run in CLEAN}
+    known = {fault.name for fault in faults} | {run.form for run in clean}
     if unknown := sorted(set(cases) - known):
         raise UsageError(f"parallelism: expected among {', '.join(sorted(known))}, got {', '.join(unknown)}")
-    chosen = [run for run in CLEAN if not cases or run.form in cases]
-    chosen = [*chosen, *(fault for fault in FAULTS if not cases or fault.name in cases)]
-    target = output or (None if cases else RESULTS)
+    chosen: list[Any] = [run for run in clean if not cases or run.form in cases]
+    chosen += [fault for fault in faults if not cases or fault.name in cases]
+    target = output or (None if cases else RESULTS / f"{name}.md")
     forked.import_frameworks()
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="crossframe-parallelism-") as temporary:
@@ -96,9 +106,9 @@ class _Recordings:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[Run, Path] = {}
+        self._made: dict[Any, Path] = {}
 
-    def of(self, run: Run) -> Recording:
+    def of(self, run: Any) -> Recording:
         """A run's recording, which is made in new processes.
 
         Raises:
@@ -108,15 +118,14 @@ class _Recordings:
             path = self._folder / f"{len(self._made):02d}-{run.form}{run.fault and '-'}{run.fault}"
             path.parent.mkdir(parents=True, exist_ok=True)
             log = path.with_suffix(".log")
-            ranks = forked.ranks(FORMS[run.form].num_ranks)
-            status, text = forked.call([(train_rank, run, path, each) for each in ranks], log, TIMEOUT)
+            status, text = forked.call(run.targets(path, log), log, TIMEOUT)
             if status:
                 raise UsageError(f"not recorded: exit status {status}: {text.strip().splitlines()[-1:]}")
             self._made[run] = path
         return Recording.open(self._made[run])
 
 
-def _answer(case: Run | Fault, recordings: _Recordings) -> Answer:
+def _answer(case: Any, recordings: _Recordings) -> Answer:
     run = case.run if isinstance(case, Fault) else case
     try:
         found: dict[str, Any] = compare(recordings.of(run.on_one_device), recordings.of(run)).to_json()
@@ -135,11 +144,9 @@ def _answer(case: Run | Fault, recordings: _Recordings) -> Answer:
     )
 
 
-def _name(run: Run) -> str:
+def _name(run: Any) -> str:
     """A run in words."""
-    said = [run.form, run.dtype, "experts" if run.experts else "dense"]
-    said += [name for name in ("clip", "dropout") if getattr(run, name)]
-    return " ".join(said)
+    return f"{run.form} {run.dtype} {run.options}"
 
 
 def _axis(axis: str, ranks: Sequence[int]) -> str:
@@ -147,7 +154,7 @@ def _axis(axis: str, ranks: Sequence[int]) -> str:
 
 
 def _line(answer: Answer) -> str:
-    if isinstance(answer.case, Run):
+    if not isinstance(answer.case, Fault):
         return f"{_name(answer.case):32} {answer.verdict} {'' if answer.found else answer.reason}"
     marks = " ".join(
         f"{name} {'yes' if is_so else 'NO'}"
@@ -157,7 +164,7 @@ def _line(answer: Answer) -> str:
 
 
 def _summary(answers: Sequence[Answer]) -> str:
-    clean = [each for each in answers if isinstance(each.case, Run)]
+    clean = [each for each in answers if not isinstance(each.case, Fault)]
     faults = [each for each in answers if isinstance(each.case, Fault)]
     on_axis = [each for each in faults if isinstance(each.case, Fault) and each.case.axis]
     return (
@@ -177,9 +184,9 @@ def _table(answers: Sequence[Answer]) -> str:
     said = []
     for each in answers:
         case = each.case
-        if isinstance(case, Run):
+        if not isinstance(case, Fault):
             why = "" if each.found else f"{each.place}: {each.reason}"
-            lines.append(f"| {_name(case)} | {FORMS[case.form].num_ranks} | {each.verdict} | {_cell(why)} |")
+            lines.append(f"| {_name(case)} | {case.num_ranks} | {each.verdict} | {_cell(why)} |")
             continue
         if not said:
             lines += ["", "| fault | program | expected | answer | found | located | axis |", "|---|" + "---|" * 6]

@@ -1,7 +1,8 @@
 """Trains a transformer in one form of parallelism, with a fault or without, and records it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from experiments.parallelism.model import (
     divide_by_hand,
     set_fault,
 )
+from experiments.untouched import forked
 from torch_backend.recorder import Recorder
 
 STEPS, SAMPLES, LIMIT, RATE = 3, 8, 0.5, 1e-2
@@ -106,9 +108,23 @@ class Run:
         return replace(self, form="one", fault="")
 
     @property
+    def num_ranks(self) -> int:
+        return FORMS[self.form].num_ranks
+
+    @property
     def num_perturbed_runs(self) -> int:
         """Those of one device measure rounding below float64."""
         return PERTURBED_RUNS if self.form == "one" and self.dtype != "float64" else 0
+
+    @property
+    def options(self) -> str:
+        """What the run has beside its form and dtype, in words."""
+        names = [name for name in ("clip", "dropout") if getattr(self, name)]
+        return " ".join(["experts" if self.experts else "dense", *names])
+
+    def targets(self, path: Path, log: Path) -> list[tuple[Any, ...]]:
+        """The functions that record the ranks in a folder, each with its arguments."""
+        return [(train_rank, self, path, each) for each in forked.ranks(self.num_ranks)]
 
 
 def train_rank(run: Run, directory: Path, environment: dict[str, str]) -> int:
@@ -117,23 +133,26 @@ def train_rank(run: Run, directory: Path, environment: dict[str, str]) -> int:
     Args:
         environment: as torchrun sets it; empty on one device.
     """
-    torch.set_num_threads(1)
-    if environment:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            int(environment["WORLD_SIZE"]),
-            is_master=environment["RANK"] == "0",
-        )
-        dist.init_process_group(
-            "gloo", store=store, rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
-        )
-    for number in range(run.num_perturbed_runs + 1):
-        train(run, directory, perturbed_run=number)
-    if environment:
-        dist.barrier()
-        dist.destroy_process_group()
+    with connected(environment):
+        for number in range(run.num_perturbed_runs + 1):
+            train(run, directory, perturbed_run=number)
     return 0
+
+
+@contextmanager
+def connected(environment: dict[str, str]) -> Iterator[None]:
+    """A context with the default process group of an environment as torchrun sets it; with none if it is empty."""
+    torch.set_num_threads(1)
+    if not environment:
+        yield
+        return
+    rank, world_size = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @dataclass
