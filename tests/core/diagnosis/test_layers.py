@@ -22,7 +22,9 @@ from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.diagnosis.layer_fits import other_kernel, pooled, rows_off
 from crossframe.verdict.diagnosis.module_fits import norm_epsilons
 from crossframe.verdict.measure.metrics import norm
+from tests.core.helpers.kept_texts import check_text
 
+TEXTS = Path(__file__).with_name("diagnoses_of_layers.json")
 WORDS, WIDTH, LENGTH, SAMPLES, HEADS = 40, 8, 6, 3, 2
 UNITS = {
     "": {"tok.weight": (WORDS, WIDTH), "pos.weight": (LENGTH + 4, WIDTH), "end.weight": (WIDTH,), "odd": (3,)},
@@ -300,8 +302,13 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Recording
 
 
 def both_ways(right: Recording, path: Path, wrong: Run) -> list[PairVerdict]:
+    """Both comparisons. All that a user reads is compared with what is kept."""
     other = record(path / "wrong", wrong, 1)
-    return [compare(right, other), compare(other, right)]
+    found = [compare(right, other), compare(other, right)]
+    for order, each in zip(("right, wrong", "wrong, right"), found, strict=True):
+        told = f"{each.diagnosis.signature}, {each.diagnosis.evidence}" if each.diagnosis else "no diagnosis"
+        check_text(TEXTS, " ".join([f"{each.verdict.value}: {told}", each.reason, *each.notes]), order)
+    return found
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *OTHER])

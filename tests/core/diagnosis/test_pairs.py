@@ -22,7 +22,9 @@ from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.measure.walk import walk
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers.faulty import CLIP, DECAY, OWN_ADAM, RATE, Faults, manifest, record, started
+from tests.core.helpers.kept_texts import check_text
 
+TEXTS = Path(__file__).with_name("diagnoses_of_pairs.json")
 QUERY, KEY, DOWN, NORM = "block.query.weight", "block.key.weight", "block.down.weight", "norm.weight"
 
 
@@ -259,13 +261,20 @@ def both_ways(
 ) -> Iterator[tuple[Quantity, Diagnosis | None]]:
     """The diagnosis where the second recording is wrong, and where the first one is.
 
+    All that a user reads is compared with what is kept.
+
     Args:
         sides: which of the two recordings is wrong, in this order.
     """
     UNDER_TEST["world_size"] = options["world_size"]
     wrong = record(folder / "wrong", faults, noise=1, **options)
     for side in sides:
-        yield first_diagnosis(Pair(clean, wrong) if side else Pair(wrong, clean), options["dtype"])
+        quantity, found = first_diagnosis(Pair(clean, wrong) if side else Pair(wrong, clean), options["dtype"])
+        text = f"{found.signature}, {found.evidence}" if found else "nothing"
+        part = f"{folder.name}, " if folder.name in ("forgotten", "one") else ""
+        part += "the second run is wrong" if side else "the first run is wrong"
+        check_text(TEXTS, f"{quantity.event} of {quantity.name or 'all'} in step {quantity.step}: {text}", part)
+        yield quantity, found
 
 
 SINGLE: dict[str, Any] = {"dtype": "float32", "world_size": 3}
@@ -515,6 +524,7 @@ def test_sketches_are_enough_for_what_is_linear(
     wrong = record(tmp_path / "wrong", FAULTS[name][1], noise=1, **options)
     quantity, found = first_diagnosis(Pair(clean(**options), wrong), "float32")
     assert quantity.sketched
+    check_text(TEXTS, f"{quantity.name}: {found and found.evidence}")
     if name in BY_SKETCH:
         assert found is not None and found.signature == BY_SKETCH[name], (quantity.name, found)
     else:
