@@ -180,9 +180,11 @@ def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:
     if value.use == LOSS:
         return _activation_ranges(recording, step, rank, 0, "", "output")
     if value.phase == FORWARD:
+        if value.use == INPUT:
+            return ()  # which value it was computed from is not recorded
         found = _activation_ranges(recording, step, rank, value.microbatch, value.module, INPUT)
         weights = [name for name in recording.manifest.params if name.rpartition(".")[0] == value.module]
-        return found if value.use == INPUT else (*found, *_parameter_ranges(recording, UNSHARDED, step, rank, weights))
+        return (*found, *_parameter_ranges(recording, UNSHARDED, step, rank, weights))
     if value.phase == BACKWARD:
         module = value.parameter.rpartition(".")[0]
         return _activation_ranges(recording, step, rank, value.microbatch, module, INPUT)

@@ -335,12 +335,11 @@ def by_sgd(rate: float) -> Fault:
     return Fault(fit, P - 0.01 * buffer, P - rate * buffer)
 
 
+FIRST = Average(0.9, 0.1)
 OLD, GRADIENT = drawn(104, 60), drawn(105, 60)
 
 
-def averaging(
-    new: np.ndarray, average: Average = Average(0.9, 0.1), *, squared: bool = False, decay: float = 0.0
-) -> Fault:
+def averaging(new: np.ndarray, average: Average = FIRST, *, squared: bool = False, decay: float = 0.0) -> Fault:
     gradient = np.square(GRADIENT) if squared else GRADIENT
     old = np.square(OLD) if squared else OLD
     others = [Other("lost_step", "starts from zero", 0 * OLD), Other("stale_copy", "is older", drawn(106, 60))]
@@ -475,7 +474,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "positions of a short table": lambda: late(2, 8, 9),
     "positions beyond half": lambda: late(4, 7, 7),
     "rows 2 late": lambda: looked_up(POSITIONS, POSITIONS + 2),
-    "rows late in most samples": lambda: looked_up(POSITIONS, POSITIONS + [[2], [2], [0], [1]]),
+    "rows late in most samples": lambda: looked_up(POSITIONS, POSITIONS + np.array([[2], [2], [0], [1]])),
     "rows late in half of the samples": lambda: looked_up(
         np.array([[0, 1, 2, 3], [9, 3, 7, 1]]), np.array([[1, 2, 3, 4], [3, 9, 1, 7]])
     ),
@@ -567,7 +566,8 @@ def test_a_factor_is_named_up_to_an_error(value: float) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "weight"),
-    [((5, 16), (16,)), ((5, 7, 16), (16,)), ((6, 3, 4), (3, 4)), ((9, 4, 3, 3), (4,)), ((9, 6, 6), (6,)), ((9, 6), (6,)), ((16,), (16,))],
+    [((5, 16), (16,)), ((5, 7, 16), (16,)), ((6, 3, 4), (3, 4)), ((9, 4, 3, 3), (4,)), ((9, 6, 6), (6,)),
+     ((9, 6), (6,)), ((16,), (16,))],
     ids=str,
 )  # fmt: skip
 def test_norms_that_match_a_weight(shape: tuple[int, ...], weight: tuple[int, ...]) -> None:
