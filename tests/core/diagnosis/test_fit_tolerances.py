@@ -306,7 +306,7 @@ RULE = AdamW(rate=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1, count_m
 P, M, V = drawn(100, 80), 1e-3 * drawn(101, 80), 1e-6 * drawn(102, 80) ** 2
 
 
-def updating(counted: float | None = None, states_decay: bool = True, **other: Any) -> Fault:
+def updating(counted: Any = None, states_decay: Any = True, **other: Any) -> Fault:
     right, wrong = (rule.updated(P, M, V) for rule in (RULE, AdamW(**(vars(RULE) | other))))
 
     def fit(sides: Contrast) -> Any:
@@ -320,7 +320,8 @@ def following(of: Any, moments: tuple[np.ndarray, ...]) -> Fault:
     after = of.updated(P, *moments)
 
     def fit(sides: Contrast) -> Any:
-        return follow_one_rule(*(Update(P, each, moments, SINGLE) for each in (sides.right, sides.wrong)), of) or None
+        a, b = (Update(P, each, moments, SINGLE) for each in (sides.right, sides.wrong))
+        return follow_one_rule(a, b, of) or None
 
     return Fault(fit, after, after)
 
