@@ -4,12 +4,16 @@ Each model has random weights, and biases and norms with one value. A second set
 right where the values do not tell.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from crossframe.alignment import align, align_either_way
+from crossframe.alignment import Alignment, align, align_either_way
 from crossframe.param_map import ParamMap
+from tests.core.helpers.kept_texts import check_text
 
+TEXTS = Path(__file__).with_name("maps.json")
 LAYERS, WIDTH, HEADS, GROUPS, HEAD, HIDDEN, VOCAB = 3, 8, 4, 2, 2, 12, 20
 
 
@@ -139,11 +143,23 @@ def check(found, one, other):
         assert np.array_equal(made, one[entry.name]), entry
 
 
+def told(found: Alignment) -> str:
+    """What is found for all parameters but those of the first and the last layer."""
+    lines = [
+        f"{entry.name}: {' + '.join(entry.paths)} by {entry.pattern}, {entry.rows}, {found.evidence[entry.name]}"
+        for entry in found.param_map.entries
+    ]
+    lines += [f"{each.names} and {each.paths} are undecided: {each.why}" for each in found.undecided]
+    return " | ".join(line for line in lines if not line.startswith(("h.0.", "h.2.", "layers.0.", "layers.2.")))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_models_with_other_groupings_are_aligned(name):
     first, second = CASES[name]
     params, shadow = (dict(model(seed)) for seed in (0, 1))
     found = align(first(params), second(params))
+    check_text(TEXTS, told(found))
+    check_text(TEXTS, told(align(second(params), first(params))), "the other way round")
     check(found, first(shadow), second(shadow))
     undecided = {each for open_one in found.undecided for each in open_one.names}
     assert not undecided, undecided
@@ -196,6 +212,7 @@ def test_a_value_that_differs_is_not_hidden_by_a_portion():
     wrong = other["layers.1.attention.qkv.kernel"].copy()
     wrong[0, -1] += 1e-9
     found = align(params, other | {"layers.1.attention.qkv.kernel": wrong})
+    check_text(TEXTS, told(found))
     names = {name for name in params if name.startswith("h.1.attn.")} - {"h.1.attn.o.weight", "h.1.attn.o.bias"}
     assert not names & found.param_map.by_name.keys()
     assert names <= {name for each in found.undecided for name in each.names}
