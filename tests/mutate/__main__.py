@@ -40,7 +40,7 @@ def main(root: Path = ROOT) -> int:
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crossframe-mutate-") as folder:
-        suite = Suite.copied(root, Path(folder).resolve())
+        suite = Suite.copied(root, Path(folder).resolve() / "without")
         sources = {path: (suite.folder / path).read_bytes() for path in _paths(suite.folder, options.files)}
         every = [mutant for path, source in sources.items() for mutant in mutants_of(path, source)]
         known = _Known(tomllib.loads(EQUIVALENT.read_text())["equivalent"])

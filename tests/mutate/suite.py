@@ -1,11 +1,8 @@
 """The tests of the core on a copy of the repository, run in forks of one process that has imported what they need.
 
-The fork of a mutant compiles the mutated source instead of the module's own when that is imported; no file is changed.
+The fork of a mutant has a copy of its own with the fault in it, so that processes that tests start have it too.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import resource
@@ -14,7 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,11 @@ from hypothesis import strategies  # noqa: F401
 from tests.mutate.operators import MODULE, Mutant
 
 COPIED = ("crossframe", "docs", "experiments", "tests", "torch_backend", "jax_backend", "pyproject.toml", "README.md")
-# Tests that start processes of their own or a browser look at files, which stay as they are.
+# Tests that look at sources, or start a browser.
 LEFT_OUT = ("tests/core/test_imports.py", "tests/core/explorer/test_page.py")
 MEMORY_BYTES = 6 * 2**30
 # The limit of a test's CPU time: a number of seconds, and a multiple of its time without a fault.
 LEAST_SECONDS, TIMES = 5.0, 5.0
-# With plain assertions pytest imports no module in a way of its own, past the one here.
 PYTEST = ["--assert=plain", "-q", "-x", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
 SURVIVED, KILLED = 0, 1
 
@@ -65,6 +62,7 @@ class Suite:
     def copied(cls, root: Path, folder: Path) -> "Suite":
         """A copy of a repository's sources, without any tests known yet."""
         ignored = shutil.ignore_patterns("__pycache__", ".*")
+        folder.mkdir()
         for name in COPIED:
             if (root / name).is_dir():
                 shutil.copytree(root / name, folder / name, ignore=ignored)
@@ -94,7 +92,7 @@ class Suite:
         return work
 
     def _notes(self, file: str) -> Path:
-        return self.folder / f"{file.replace('/', '-')}.json"
+        return self.folder.with_name(f"{file.replace('/', '-')}.json")
 
     def learned(self, file: str) -> None:
         """Take in what the fork wrote down."""
@@ -110,8 +108,7 @@ class Suite:
         first, others = [], []
         for name, item in self.items.items():
             file = name.partition("::")[0]
-            place = (mutant.path, mutant.function)
-            reaches = mutant.function == MODULE or place in item.reached or place in self.collecting[file]
+            reaches = _reaches(mutant, item.reached) or _reaches(mutant, self.collecting[file])
             if file in named:
                 first.append((not reaches, item.seconds, name))
             elif reaches:
@@ -122,18 +119,40 @@ class Suite:
         """Work for a fork: SURVIVED or KILLED."""
 
         def work() -> int:
-            source = (self.folder / mutant.path).read_bytes()
-            name = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            sys.meta_path.insert(0, _Finder(name, self.folder / mutant.path, mutant.apply(source)))
-            for stage in self.stages(mutant):
-                files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
-                limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
-                _limit(60.0)  # while tests are collected
-                if pytest.main([*PYTEST, *files], plugins=[_Chosen(limits)]) != pytest.ExitCode.OK:
-                    return KILLED
+            with self._with_fault(mutant):
+                for stage in self.stages(mutant):
+                    files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
+                    limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
+                    _limit(60.0)  # while tests are collected
+                    if pytest.main([*PYTEST, *files], plugins=[_Chosen(limits)]) != pytest.ExitCode.OK:
+                        return KILLED
             return SURVIVED
 
         return work
+
+    @contextmanager
+    def _with_fault(self, mutant: Mutant) -> Iterator[None]:
+        """A context whose current folder is a copy of the repository with a fault; its other files are links."""
+        own = self.folder.with_name(f"{os.getpid()}")
+        shutil.copytree(self.folder, own, copy_function=os.link)
+        path = own / mutant.path
+        source = path.read_bytes()
+        for old in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
+            old.unlink()
+        path.write_bytes(mutant.apply(source))
+        os.chdir(own)
+        sys.path[0] = str(own)
+        try:
+            yield
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _reaches(mutant: Mutant, places: set[tuple[str, int]]) -> bool:
+    """Whether functions that ran have a fault, or are of the module that has it outside of functions."""
+    if mutant.function == MODULE:
+        return any(path == mutant.path for path, _ in places)
+    return (mutant.path, mutant.function) in places
 
 
 def _is_named_after(file: str, path: str) -> bool:
@@ -178,28 +197,12 @@ def fork(work: Callable[[], int], folder: Path) -> int:
 
 def log_of(folder: Path, pid: int) -> Path:
     """Where a fork's output goes."""
-    return folder / f"{pid}.log"
+    return folder.with_name(f"{pid}.log")
 
 
 def _limit(seconds: float) -> None:
     """End this process when it has used so much more of the processor."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Imports one module from other source than its file's."""
-
-    def __init__(self, name: str, path: Path, source: bytes) -> None:
-        super().__init__(name, str(path))
-        self.source = source
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
-
-    def get_code(self, fullname: str) -> Any:
-        return compile(self.source, self.path, "exec", dont_inherit=True)
 
 
 class _Chosen:

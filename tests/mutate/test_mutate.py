@@ -84,15 +84,21 @@ def test_a_fault_knows_its_function_and_its_line():
 
 @pytest.mark.exhaustive
 def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tmp_path):
-    for folder in (*COPIED[:-1], "tests/core"):
+    for folder in (*(name for name in COPIED if "." not in name), "tests/core"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "README.md").touch()
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--doctest-modules'\n")
     (tmp_path / "crossframe/parts.py").write_text(
         'def f(a):\n    """\n    >>> f(2)\n    True\n    """\n    while a:\n        a -= 1\n    return a == 0\n'
     )
+    (tmp_path / "crossframe/child.py").write_text("import sys\n\n\ndef g():\n    sys.exit(3)\n\n\ng()\n")
     (tmp_path / "tests/core/test_parts.py").write_text(
         "from crossframe.parts import f\n\n\ndef test_f():\n    assert f(4)\n"
+    )
+    (tmp_path / "tests/core/test_child.py").write_text(
+        "import subprocess, sys\n\n\ndef test_a_process():\n"
+        "    assert subprocess.run([sys.executable, '-m', 'crossframe.child']).returncode == 3\n"
     )
     code = (
         "import sys; from pathlib import Path; from tests.mutate import suite; from tests.mutate.__main__ import main; "
@@ -105,5 +111,5 @@ def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tm
     # Seen: nothing comes back; the loop never ends, as it subtracts nothing or is not left.
     assert "return None" not in ended.stdout and "a -= 0" not in ended.stdout
     _, killed, survived, timeouts = ended.stdout[ended.stdout.index("\nall") :].split()[:4]
-    num_faults = len(edits((tmp_path / "crossframe/parts.py").read_text()))
+    num_faults = sum(len(edits((tmp_path / "crossframe" / name).read_text())) for name in ("parts.py", "child.py"))
     assert (int(killed), int(survived), int(timeouts)) == (num_faults - 3, 1, 2)

@@ -13,16 +13,17 @@ NOISE = 1e-11
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\w)")
 
 
-def check_text(file: Path, text: str, part: str = "") -> None:
+def check_text(file: Path, text: str, part: str = "", *, must_be_kept: bool = True) -> None:
     """Assert that a text, or a part of one, is the one that a JSON file keeps under the name of the test that runs."""
-    test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2].removesuffix(" (call)")
+    test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2].rpartition(" (")[0]
     name = f"{test}, {part}" if part else test
     kept = json.loads(file.read_text()) if file.exists() else {}
     if os.environ.get(KEEP):
         file.write_text(json.dumps(dict(sorted((kept | {name: text}).items())), indent=1) + "\n")
-        return
-    assert name in kept, f"{name} is not in {file}; if this is meant: {KEEP}=1"
-    assert is_same_text(kept[name], text), f"{kept[name]!r}, now {text!r}; if this is meant: {KEEP}=1"
+    elif name in kept:
+        assert is_same_text(kept[name], text), f"{kept[name]!r}, now {text!r}; if this is meant: {KEEP}=1"
+    else:
+        assert not must_be_kept, f"{name} is not in {file}; if this is meant: {KEEP}=1"
 
 
 def is_same_text(kept: str, text: str) -> bool:
