@@ -236,6 +236,7 @@ def run(
     command: Sequence[str],
     *,
     captured: bool = False,
+    prints_to_stderr: bool = False,
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> tuple[int, str]:
@@ -243,6 +244,7 @@ def run(
 
     Args:
         captured: return its output instead of printing it.
+        prints_to_stderr: send its standard output to standard error.
         environment: environment variables in addition to those of this process.
         timeout: seconds after which it and its descendants are ended; None: no limit.
 
@@ -253,6 +255,8 @@ def run(
         TimeoutError: it took longer than `timeout`.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if captured else {}
+    if prints_to_stderr:
+        pipes["stdout"] = 2
     variables = {**os.environ, **environment} if environment else None
     process = subprocess.Popen(command, text=True, errors="replace", env=variables, **pipes)
     _started.add(process)

@@ -11,12 +11,13 @@ import typer
 
 import crossframe
 from crossframe.cli.compare import answer, equal_as_stated
-from crossframe.cli.console import console, exit_on_error
+from crossframe.cli.console import console, errors, exit_on_error
 from crossframe.cli.exit_status import AGREE, FOUND
-from crossframe.cli.misplaced_options import RecordCommand
+from crossframe.cli.machine_output import MachineOutput
+from crossframe.cli.misplaced_options import CommandWithScript
 from crossframe.errors import UsageError
 from crossframe.param_map import ParamMap
-from crossframe.recording import Recording
+from crossframe.recording import Recording, Schedule
 from crossframe.recording.recorded_steps import window_of
 
 app = typer.Typer(
@@ -60,6 +61,15 @@ Stage = Annotated[
     list[str] | None,
     typer.Option(help="PATTERN=STAGE: the stage of matching units, or parameters outside of them. Default: in order"),
 ]
+Junit = Annotated[Path | None, typer.Option(help="File for the result as JUnit XML. Default: none")]
+Github = Annotated[
+    bool,
+    typer.Option("--github", help="Print an annotation of GitHub Actions, and append to the summary of the step."),
+]
+GoldenFile = Annotated[
+    Path | None, typer.Option("--golden", help="The golden. Default: baselines/ and the script's name")
+]
+MaxKb = Annotated[int, typer.Option(help="Maximum size of the golden in kB.")]
 Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 
 
@@ -78,7 +88,7 @@ def options(
     """Two training runs disagree: is it rounding, or a bug, and where?"""
 
 
-@app.command(cls=RecordCommand, context_settings={"allow_extra_args": True})
+@app.command(cls=CommandWithScript, context_settings={"allow_extra_args": True})
 def record(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script. Its own arguments follow --.", show_default=False)],
@@ -159,6 +169,8 @@ def compare(
         bool, typer.Option("--verify", help="Read all files, even if checksums state that the recordings are equal.")
     ] = False,
     as_json: AsJson = False,
+    junit: Junit = None,
+    github: Github = False,
 ) -> None:
     """Compare two recordings, and say whether their difference is rounding or a bug.
 
@@ -173,7 +185,7 @@ def compare(
         if (
             output is None
             and steps is None
-            and not (repeat or map_file or verify or as_json)
+            and not (repeat or map_file or verify or as_json or junit or github)
             and (statement := equal_as_stated(a, b))
         ):
             console.print(statement)
@@ -182,8 +194,131 @@ def compare(
         first, second = opened if steps is None else [recording.first(steps) for recording in opened]
         repeats = tuple(Recording.open(path) for path in repeat or ())
         param_map = None if map_file is None else ParamMap.load(map_file)
+        machine = MachineOutput(as_json, junit, github)
         raise typer.Exit(
-            answer([(first, second)], output, repeats=repeats, param_map=param_map, as_json=as_json, console=console)
+            answer([(first, second)], output, repeats=repeats, param_map=param_map, machine=machine, console=console)
+        )
+
+
+baseline = typer.Typer(
+    no_args_is_help=True,
+    help="Record a golden of a training run to commit, and check later runs against it.",
+)
+app.add_typer(baseline, name="baseline")
+_WITH_COMMAND: dict[str, Any] = {
+    "cls": CommandWithScript,
+    "context_settings": {"allow_extra_args": True},
+    "options_metavar": "[OPTIONS] -- COMMAND",
+}
+
+
+@baseline.command("record", **_WITH_COMMAND)
+def record_baseline(
+    context: typer.Context,
+    golden: GoldenFile = None,
+    framework: Annotated[
+        str | None, typer.Option(help="torch or jax. Default: jax if the script imports JAX and not torch")
+    ] = None,
+    every: Annotated[int, typer.Option(help="Record the tensors of every so many steps.")] = 1,
+    dense: Annotated[int, typer.Option(help="Record activations in this many steps, from the first.")] = 2,
+    forward: Annotated[
+        bool, typer.Option("--forward", help="Record each call of a model. Nothing is trained.")
+    ] = False,
+    perturbed_runs: Annotated[
+        int, typer.Option(help="Further runs that only round otherwise: they measure rounding.")
+    ] = 8,
+    recording: Annotated[
+        Path | None,
+        typer.Option(help="Make the golden of a recording that has perturbed runs, instead of running a command."),
+    ] = None,
+    max_kb: MaxKb = 200,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing golden.")] = False,
+) -> None:
+    """Run a training command and its perturbed runs, and write a golden: sketches, the spread of the runs, and the manifest.
+
+    COMMAND is [python] SCRIPT ARGUMENTS, or torchrun --nproc-per-node N SCRIPT ARGUMENTS.
+    """
+    from crossframe.cli.baseline import Options, record_golden
+
+    with exit_on_error():
+        record_golden(
+            context.args,
+            golden=golden,
+            recording=recording,
+            options=Options(Schedule(dense, every), framework, forward),
+            perturbed_runs=perturbed_runs,
+            max_kb=max_kb,
+            overwrite=overwrite,
+            console=console,
+            errors=errors,
+        )
+
+
+@baseline.command("check", **_WITH_COMMAND)
+def check_baseline(
+    context: typer.Context,
+    golden: GoldenFile = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the recording and the report. Default: runs/baseline/ and the golden's name"),
+    ] = None,
+    bitwise: Annotated[
+        bool,
+        typer.Option(
+            "--bitwise", help="Exit with status 5 if the same program computes other bits, even within rounding."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    junit: Junit = None,
+    github: Github = False,
+) -> None:
+    """Run a training command again, and say whether it is the golden's run: equal, rounding, or a bug, and where.
+
+    Without COMMAND, the golden's command is run.
+
+    Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different settings, 5 (with --bitwise) a different
+    computation.
+    """
+    from crossframe.cli.baseline import check_golden
+
+    with exit_on_error():
+        raise typer.Exit(
+            check_golden(
+                context.args,
+                golden=golden,
+                output=output,
+                bitwise=bitwise,
+                machine=MachineOutput(as_json, junit, github),
+                console=console,
+                errors=errors,
+            )
+        )
+
+
+@baseline.command("update", **_WITH_COMMAND)
+def update_baseline(
+    context: typer.Context,
+    golden: GoldenFile = None,
+    perturbed_runs: Annotated[
+        int | None, typer.Option(help="Number of perturbed runs. Default: as many as the golden has")
+    ] = None,
+    max_kb: MaxKb = 200,
+    yes: Annotated[bool, typer.Option("--yes", help="Write without a question.")] = False,
+) -> None:
+    """Record a golden again, show what changes and why, and write it after a confirmation."""
+    from crossframe.cli.baseline import update_golden
+
+    with exit_on_error():
+        raise typer.Exit(
+            update_golden(
+                context.args,
+                golden=golden,
+                perturbed_runs=perturbed_runs,
+                max_kb=max_kb,
+                yes=yes,
+                console=console,
+                errors=errors,
+            )
         )
 
 

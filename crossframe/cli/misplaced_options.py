@@ -1,4 +1,4 @@
-"""Detects options of a training script that were given to `crossframe record`."""
+"""Detects options of a training script that were given to `crossframe record` or `crossframe baseline`."""
 
 import shlex
 from typing import Any
@@ -8,8 +8,8 @@ from typer.core import TyperCommand
 from crossframe.errors import UsageError
 
 
-class RecordCommand(TyperCommand):
-    """`crossframe record`, with an error that shows where options of a script belong."""
+class CommandWithScript(TyperCommand):
+    """A command that runs a script, with an error that shows where options of the script belong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See `TyperCommand.parse_args`.
@@ -22,21 +22,23 @@ class RecordCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             option = getattr(error, "option_name", None)  # of typer's own copy of click, or of click
-            reason = _separated(given, option) if isinstance(option, str) else None
+            words = ctx.command_path.split()
+            reason = _separated(words, given, option) if isinstance(option, str) else None
             if reason is None:
                 raise
             raise UsageError(
-                f"record: {option} is not an option of crossframe record; put options of the script after --: {reason}"
+                f"{' '.join(words[1:])}: {option} is not an option of {' '.join(words)}; put options of the script after --: "
+                f"{reason}"
             ) from None
 
 
-def _separated(args: list[str], option: str) -> str | None:
+def _separated(command: list[str], args: list[str], option: str) -> str | None:
     """The command line with the option after `--`; None if no script precedes it.
 
-    >>> _separated(["train.py", "--every", "1", "--mode", "x"], "--mode")
+    >>> _separated(["crossframe", "record"], ["train.py", "--every", "1", "--mode", "x"], "--mode")
     'crossframe record train.py --every 1 -- --mode x'
     """
     at = next((i for i, arg in enumerate(args) if arg == option or arg.startswith(f"{option}=")), None)
     if at is None or "--" in args[:at] or not any(arg.endswith(".py") for arg in args[:at]):
         return None
-    return shlex.join(["crossframe", "record", *args[:at], "--", *args[at:]])
+    return shlex.join([*command, *args[:at], "--", *args[at:]])

@@ -41,6 +41,7 @@ def record_script(
     detail: str = "auto",
     overwrite: bool,
     top_up: bool = False,
+    prints_to_stderr: bool = False,
     console: Console,
 ) -> None:
     """Run the script once, and once for each perturbed run.
@@ -55,6 +56,7 @@ def record_script(
         detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
+        prints_to_stderr: send what the script prints to standard error.
 
     Raises:
         ModuleNotFoundError: the framework is not installed.
@@ -114,7 +116,8 @@ def record_script(
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
         } | ({"forward_only": True} if forward else {})
-        status, _ = run(script_command(framework, script, arguments, options, nproc_per_node))
+        program = script_command(framework, script, arguments, options, nproc_per_node)
+        status, _ = run(program, prints_to_stderr=prints_to_stderr)
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"

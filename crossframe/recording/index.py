@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,14 @@ def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
     return index
 
 
-def _read_lines(reader: BufferedReader, size: int, index: RankIndex, path: Path, manifest: Manifest, rank: int) -> None:
+def parse_index(content: bytes, path: Path, manifest: Manifest, rank: int) -> RankIndex:
+    """The index from the content of a rank's file; RecordingError as for `read_index`."""
+    index = RankIndex()
+    _read_lines(BytesIO(content), len(content), index, path, manifest, rank)
+    return index
+
+
+def _read_lines(reader: BufferedIOBase, size: int, index: RankIndex, path: Path, manifest: Manifest, rank: int) -> None:
     """Read the lines that the file had when it was opened, since a run may be appending to it."""
     open_step: list[tuple[dict[str, Any], str]] = []
     digest, number = hashlib.sha256(), 0

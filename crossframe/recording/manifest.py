@@ -233,7 +233,6 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """The manifest of the recording in a directory; RecordingError if it is missing or cannot be read."""
         path = directory / MANIFEST_NAME
-        at = quote_path(path)
         try:
             content = read_bytes(path, LARGEST)
         except FileError as error:
@@ -242,6 +241,15 @@ class Manifest:
                     f"{quote_path(directory)}: expected a recording, but it has no {MANIFEST_NAME}; check the path"
                 ) from None
             raise RecordingError(f"{error}; check the path, or record the run again") from None
+        return cls.from_bytes(content, quote_path(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, at: str) -> "Manifest":
+        """The manifest from the content of its file; RecordingError if it is invalid.
+
+        Args:
+            at: the path, for messages.
+        """
         try:
             fields = parse_json(content)
             manifest = cls.from_json(fields)

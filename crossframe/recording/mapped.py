@@ -55,7 +55,7 @@ class MappedRecording(Recording):
 
     def __init__(self, source: Recording, manifest: Manifest, param_map: ParamMap, activations: Activations) -> None:
         """Use `mapped`."""
-        super().__init__(source.directory, manifest, source._indexes, source.num_steps)
+        super().__init__(source.directory, manifest, source._indexes, source.num_steps, source.golden)
         self.source = source
         self._map, self._given = param_map, activations
         self._kept = _kept(source.manifest, param_map)
@@ -68,6 +68,11 @@ class MappedRecording(Recording):
         for name, unit in self.manifest.unit_of.items():
             found.setdefault(unit, self.source.manifest.unit_of[self._paths(name)[0]])
         return found
+
+    @property
+    def stored_spread(self) -> None:
+        """None: the spread of a golden is known by the names of the golden."""
+        return
 
     def perturbed_runs(self) -> tuple[Recording, ...]:
         runs = (MappedRecording(run, self.manifest, self._map, self._given) for run in self.source.perturbed_runs())

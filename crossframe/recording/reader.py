@@ -18,10 +18,11 @@ from crossframe.mesh import check_rank
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
-from crossframe.recording.index import Batch, RankIndex, UnequalRanks, read_index
+from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
+from crossframe.recording.index import Batch, RankIndex, UnequalRanks, parse_index, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
-from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
+from crossframe.recording.sketch import NUM_SUMS, ROW, Sketch, sketches_of
 from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
 from crossframe.recording.step_tensors import TensorFile
 from crossframe.trace import Event
@@ -36,11 +37,22 @@ class Recording:
     """A recording on disk, opened for reading. Lines are read when it is opened, and tensors on demand.
 
     File names are computed from ranks and steps, never read from the recording, and nothing in it is executed.
+
+    Attributes:
+        golden: the content of the file, if this is a golden.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, indexes: Sequence[RankIndex], num_steps: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        indexes: Sequence[RankIndex],
+        num_steps: int,
+        golden: Golden | None = None,
+    ) -> None:
         """Use `Recording.open`."""
         self.directory = directory
+        self.golden = golden
         self.manifest = manifest
         self.num_steps = num_steps
         self._indexes = tuple(indexes)
@@ -54,7 +66,7 @@ class Recording:
 
     @classmethod
     def open(cls, directory: str | Path, *, partial: bool = False) -> "Recording":
-        """Open a recording and verify the checksums of its manifest and lines.
+        """Open a recording or a golden, and verify the checksums of its manifest and lines.
 
         Args:
             partial: also accept a recording that is being written or whose run was killed. It then has the `num_steps` steps
@@ -66,6 +78,8 @@ class Recording:
         """
         path = Path(directory)
         at = quote_path(path)
+        if os.path.isfile(path):
+            return cls.of_golden(path, Golden.read(path))
         if not os.path.isdir(path):
             raise RecordingError(f"{at}: expected the directory of a recording, but there is none; check the path")
         manifest = Manifest.read(path)
@@ -95,6 +109,27 @@ class Recording:
                 f"{at}: ranks ended after {quote(steps)} steps; all must record the same, record it again"
             )
         return cls(path, manifest, indexes, num_steps)
+
+    @classmethod
+    def of_golden(cls, path: Path, golden: Golden) -> "Recording":
+        """A recording whose content is that of a golden.
+
+        Args:
+            path: of its file, for names and messages.
+        """
+        manifest = Manifest.from_bytes(golden.manifest, quote_path(path))
+        indexes = [parse_index(content, path, manifest, rank) for rank, content in enumerate(golden.lines)]
+        num_steps = min((index.num_steps for index in indexes), default=0)
+        if len(indexes) != manifest.world_size or any(
+            not index.ended or len(places) != num_steps for index, places in zip(indexes, golden.places, strict=True)
+        ):
+            raise RecordingError(f"{quote_path(path)}: damaged: not all steps of all ranks; restore the file")
+        return cls(path, manifest, indexes, num_steps, golden)
+
+    @property
+    def stored_spread(self) -> StoredSpread | None:
+        """The spread of perturbed runs that a golden has instead of them; None if there is none."""
+        return None if self.golden is None else self.golden.spread
 
     def perturbed_runs(self) -> tuple["Recording", ...]:
         """The perturbed runs that were recorded with this run, by number (`crossframe.recording.perturbed_runs`)."""
@@ -148,7 +183,9 @@ class Recording:
                 if id(own) not in recorded:
                     recorded[id(own)] = any(phase != event_format.PARAMETERS for phase, _, _ in own.tensors)
         steps = range(min(index.num_steps for index in self._indexes))
-        return tuple(step for step in steps if all(recorded[id(index.lines[step])] for index in self._indexes))
+        # In a golden, the first rank of a replica has the tensors of all its ranks.
+        ranks = all if self.golden is None else any
+        return tuple(step for step in steps if ranks(recorded[id(index.lines[step])] for index in self._indexes))
 
     def recorded_steps(self) -> tuple[int, ...]:
         """The steps whose tensors were recorded, by all ranks."""
@@ -240,7 +277,7 @@ class Recording:
             group = self._shard_group(replica)
             sums = self._step_runs(step).sums(group)
             _make_room(self._summed, _STEPS)
-            self._summed[at] = SummedSketches(sums, {rank: self._rows(rank, step) for rank in sums.rows})
+            self._summed[at] = SummedSketches(sums, {rank: self.sketch_rows(rank, step) for rank in sums.rows})
         return self._summed[at]
 
     def _shard_group(self, replica: int) -> range:
@@ -257,11 +294,13 @@ class Recording:
     def _sketch(self, rank: int, step: int, key: str, stored: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
         """A sketch of one rank; `stored` is its row, or up to format 4 the object in the line."""
         if isinstance(stored, int):
-            return Sketch.from_row(self._rows(rank, step)[stored], numel, dtype)
+            return Sketch.from_row(self.sketch_rows(rank, step)[stored], numel, dtype)
         return Sketch.from_json(stored, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
 
-    def _rows(self, rank: int, step: int) -> np.ndarray:
-        return self._file(rank, step).rows(self._indexes[rank].lines[step].num_sketches)
+    def sketch_rows(self, rank: int, step: int) -> np.ndarray:
+        """The rows of all sketches of a rank at a step (`Sketch.to_row`)."""
+        num = self._indexes[rank].lines[step].num_sketches
+        return self._file(rank, step).rows(num) if num else np.zeros((0, ROW))
 
     def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
         """The runs of one replica, which together are the parameter."""
@@ -425,8 +464,10 @@ class Recording:
         """The elements of a run that was recorded in full, as a 1-D array."""
         return self._file(run.rank, step, run.before).read(run.key, run.dtype, run.stop - run.start)
 
-    def _file(self, rank: int, step: int, before: bool = False) -> TensorFile:
+    def _file(self, rank: int, step: int, before: bool = False) -> TensorFile | GoldenStep:
         """The tensors of a rank at a step, or at the previous step."""
+        if self.golden is not None:
+            return GoldenStep(self.directory, self.golden.rows_of(rank, step))
         key = (rank, step - before)
         if key[1] < 0:
             folder = quote_path(self.directory / event_format.rank_folder(rank))

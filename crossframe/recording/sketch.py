@@ -17,7 +17,7 @@ sqrt(n) * 2^-53 * norm: see `resolution`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class Sketch:
         numel: number of elements.
         dtype: dtype of the elements. Fingerprints depend on bits and cannot be compared between dtypes.
         fingerprint: an int below 2^64.
-        sums: float64 of shape (NUM_SUMS,).
+        sums: float64 of shape (NUM_SUMS,), or fewer of a golden (`crossframe.recording.golden_file`).
         squares: sum of squares of all finite elements, in float64.
         num_not_finite: number of elements that are NaN or infinite. These are in no sum.
     """
@@ -83,19 +83,30 @@ class Sketch:
 
     @classmethod
     def from_row(cls, row: np.ndarray, numel: int, dtype: str) -> "Sketch":
-        """The sketch from a row that `to_row` wrote.
+        """The sketch from a row that `to_row` wrote, or from one with fewer sums (`folded`).
 
         >>> one = sketches_of("w", [np.arange(3.0)])[0]
         >>> Sketch.from_row(one.to_row(), 3, "float64").equals(one)
         True
         """
-        fingerprint, lost = row[NUM_SUMS + 1 :].view(np.uint64).tolist()
-        return cls(numel, dtype, fingerprint, row[:NUM_SUMS], float(row[NUM_SUMS]), lost)
+        fingerprint, lost = row[-2:].view(np.uint64).tolist()
+        return cls(numel, dtype, fingerprint, row[:-3], float(row[-3]), lost)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any], numel: int, dtype: str, sums: np.ndarray) -> "Sketch":
         """The sketch as stored up to format 4: the sums, and an object with the rest."""
         return cls(numel, dtype, int(fields["fingerprint"], 16), sums, fields["squares"], fields["num_not_finite"])
+
+    def folded(self, num_sums: int) -> "Sketch":
+        """The same sketch with fewer sums. The first bits of an element's key then determine its sum.
+
+        >>> one = sketches_of("w", [np.arange(3.0)])[0]
+        >>> one.folded(8).sums.shape, one.folded(8).equals(one)
+        ((8,), True)
+        """
+        if num_sums == self.sums.size:
+            return self
+        return replace(self, sums=self.sums.reshape(num_sums, -1).sum(axis=1))
 
     @property
     def norm(self) -> float:
@@ -108,7 +119,10 @@ class Sketch:
 
     def distance(self, other: "Sketch") -> float:
         """An estimate of norm(a - b). Its square has a relative standard deviation of at most sqrt(2 / NUM_SUMS)."""
-        return 0.0 if self.equals(other) else float(np.sqrt(np.square(self.sums - other.sums).sum()))
+        if self.equals(other):
+            return 0.0
+        num_sums = min(self.sums.size, other.sums.size)
+        return float(np.sqrt(np.square(self.folded(num_sums).sums - other.folded(num_sums).sums).sum()))
 
     @property
     def resolution(self) -> float:

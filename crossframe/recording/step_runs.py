@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.recording import event_format
 from crossframe.recording.index import StepLines
-from crossframe.recording.sketch import NUM_SUMS, Sketch
+from crossframe.recording.sketch import ROW, Sketch
 
 What = tuple[str, str, str]
 """Phase, parameter and entry of the optimizer state."""
@@ -95,15 +95,15 @@ class SummedSketches:
     def __init__(self, sums: _Sums, rows: dict[int, np.ndarray]) -> None:
         """`rows` are the rows in the file of each rank."""
         self._sums = sums
-        count = len(sums.places)
-        self._totals, self._wholes = np.zeros((count, NUM_SUMS + 1)), np.zeros((count, 2), np.uint64)
+        count, width = len(sums.places), max((each.shape[1] for each in rows.values()), default=ROW)
+        self._totals, self._wholes = np.zeros((count, width - 2)), np.zeros((count, 2), np.uint64)
         for rank, (to, of_rank) in sums.rows.items():
             taken = rows[rank][of_rank]
-            self._totals[to] += taken[:, : NUM_SUMS + 1]
-            self._wholes[to] += np.ascontiguousarray(taken[:, NUM_SUMS + 1 :]).view(np.uint64)
+            self._totals[to] += taken[:, :-2]
+            self._wholes[to] += np.ascontiguousarray(taken[:, -2:]).view(np.uint64)
 
     def sketch(self, what: What, dtype: str) -> Sketch:
         """The sketch of one quantity."""
         place = self._sums.places[what]
         total, (fingerprint, lost) = self._totals[place], self._wholes[place].tolist()
-        return Sketch(self._sums.numels[place], dtype, fingerprint, total[:NUM_SUMS], float(total[NUM_SUMS]), lost)
+        return Sketch(self._sums.numels[place], dtype, fingerprint, total[:-1], float(total[-1]), lost)

@@ -57,12 +57,13 @@ def report_of(
     command: str | None = None,
     repeats: Sequence[Recording] = (),
     param_map: ParamMap | None = None,
+    bitwise: bool = True,
 ) -> tuple[dict, tuple[PairSeries, ...]]:
     """Compare pairs of recordings.
 
     Args:
         command: the command line that made them, for the page.
-        repeats, param_map: as of `crossframe.verdict.compare`.
+        repeats, param_map, bitwise: as of `crossframe.verdict.compare`.
 
     Returns:
         The report, `{"verdict", "pairs": [...], "trace": {"plan", A, B, "equal"} or None}`, where A and B are what the two
@@ -74,7 +75,7 @@ def report_of(
         MappingError: the map does not fit the recordings.
         RecordingError: tensors that are damaged, or that should be there and are not.
     """
-    verdicts = [compare(a, b, repeats=repeats, param_map=param_map) for a, b in pairs]
+    verdicts = [compare(a, b, repeats=repeats, param_map=param_map, bitwise=bitwise) for a, b in pairs]
     traces = [trace_of(verdict.a, a, verdict.b, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)]
     report = {
         "verdict": overall(verdict.verdict for verdict in verdicts).value,
@@ -125,6 +126,8 @@ def _shape(verdict: PairVerdict, run: Recording) -> tuple[int, ...] | None:
 
 
 def _num_perturbed_runs(run: Recording) -> int:
+    if run.stored_spread is not None:
+        return run.stored_spread.num_runs
     return next(i for i in count() if not (run.directory / perturbed_run_folder(i + 1)).is_dir())
 
 

@@ -60,6 +60,7 @@ def compare(
     sketched: bool = False,
     repeats: Sequence[Recording] = (),
     param_map: ParamMap | None = None,
+    bitwise: bool = True,
 ) -> PairVerdict:
     """Decide whether two recordings agree, and if not, where they first differ.
 
@@ -93,6 +94,8 @@ def compare(
         sketched: compare sketches of large tensors even if their elements were recorded.
         repeats: further recordings of either run, made by the same command; they reveal nondeterminism.
         param_map: the names of one recording, and as paths those of the other one; None: derived if they differ.
+        bitwise: whether a difference within bounds between two runs of the same program is a different computation. If not, it is
+            rounding, as between two programs.
 
     Raises:
         MappingError: the map does not fit the recordings.
@@ -155,7 +158,7 @@ def compare(
         verdict, reason = conclude_by_bounds(pair, findings, where, island)
     directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None
     for found in (
-        evidence_from_bits(pair, findings, bits, verdict, names),
+        evidence_from_bits(pair, findings, bits, verdict, names) if bitwise or verdict is Verdict.BUG else None,
         evidence_from_cause(pair, findings, bits, verdict, names),
         evidence_from_direction(pair, findings, directions, envelope, where, names),
     ):

@@ -1,5 +1,7 @@
 """Derives the verdict from the findings, and writes its reason. `crossframe.report.sentences` writes the headline."""
 
+import shlex
+
 from crossframe.recording.event_format import UPDATE
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.verdict.divergence_text import describe
@@ -130,6 +132,9 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
     runs = (pair.a, pair.b)
     alike = "in float64" if pair.coarser is None else "in one dtype"
     for recording in runs if pair.coarser is None else (runs[pair.coarser],):
+        if recording.golden is not None:
+            golden = shlex.quote(str(recording.directory))
+            return f"measure rounding with `crossframe baseline update --golden {golden} --perturbed-runs {num_runs}`"
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
             if command.startswith((RECORD, TRAIN)):
                 ours, dashes, of_script = command.partition(" -- ")

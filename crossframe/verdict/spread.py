@@ -35,6 +35,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.golden_file import StoredSpread
 from crossframe.verdict.direction import Tally
 from crossframe.verdict.measure.metrics import distance, inner_distance, trimmed_distance
 from crossframe.verdict.measure.pair import Pair
@@ -127,6 +128,23 @@ class Spread:
         place = self._place(quantity)
         return 0.0 if place is None else self.zeros[place] * apart / self._spread(place, quantity)
 
+    def stored(self) -> StoredSpread:
+        """The spread as numbers of a golden's file, without zeros and directions, which sketches do not have."""
+        steps: dict[tuple[str, str, int, int], list[int]] = {}
+        for (step, kind, name, microbatch), numel in self.numel.items():
+            steps.setdefault((kind, name, microbatch, numel), []).append(step)
+        keys = tuple((*key, tuple(at)) for key, at in steps.items())
+        values = [self.of[step, kind, name, at] for kind, name, at, _, every in keys for step in every]
+        return StoredSpread(self.num_runs, self.factors, keys, np.array(values, np.float32))
+
+    @classmethod
+    def of_stored(cls, run: str, stored: StoredSpread) -> "Spread":
+        """The spread that `stored` returned."""
+        places = [((step, kind, name, at), numel) for kind, name, at, numel, every in stored.keys for step in every]
+        of = {place: float(value) for (place, _), value in zip(places, stored.values, strict=True)}
+        zeros = dict.fromkeys(of, 0.0)
+        return cls(run, stored.num_runs, dict(stored.factors), of, dict(places), zeros, (Tally(),) * stored.num_runs)
+
     def _spread(self, place: Key, quantity: Quantity) -> float:
         return self.of[place] * math.sqrt(quantity.numel / max(self.numel[place], 1))
 
@@ -173,9 +191,11 @@ _KNOWN: "WeakKeyDictionary[Recording, dict[bool, Spread]]" = WeakKeyDictionary()
 
 
 def known_spread(recording: Recording, *, sketched: bool = False) -> Spread | None:
-    """The spread of a recording's own perturbed runs, measured once; None if it has none."""
+    """The spread of a recording's own perturbed runs, measured once or stored in a golden; None if it has none."""
     known = _KNOWN.setdefault(recording, {})
     if sketched not in known:
+        if (stored := recording.stored_spread) is not None:
+            return known.setdefault(sketched, Spread.of_stored(recording.directory.name, stored))
         perturbed = recording.perturbed_runs()
         if not perturbed:
             return None

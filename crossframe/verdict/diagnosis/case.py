@@ -134,7 +134,9 @@ class Case:
         return self._values(activation_name(at), activation_values(recording, step, rank, at))
 
     def _values(self, name: str, side: Side) -> np.ndarray | None:
-        return side.sketched(name).sums if self.quantity.sketched else side.elements
+        if self.quantity.sketches is None:
+            return side.elements
+        return side.sketched(name).folded(self.quantity.sketches[0].sums.size).sums
 
     def before(self, recording: Recording, step: int, name: str) -> np.ndarray | None:
         if step == 0 or not recording.manifest.params[name].requires_grad:

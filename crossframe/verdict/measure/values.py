@@ -46,10 +46,13 @@ Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
 
 
 def match_values(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
-    """Both sides as elements, or both as sketches if one has no elements, or if `by_sketch` and the tensor is large."""
+    """Both sides as elements, or both as sketches with the same number of sums if one has no elements, or if `by_sketch` and the
+    tensor is large."""
     large = a.elements is None or a.elements.size > WHOLE
     if a.elements is None or b.elements is None or (by_sketch and large):
-        both = (a.sketched(name), b.sketched(name))
+        first, second = a.sketched(name), b.sketched(name)
+        num_sums = min(first.sums.size, second.sums.size)
+        both = (first.folded(num_sums), second.folded(num_sums))
         return both[0].sums, both[1].sums, both
     return a.elements, b.elements, None
 
