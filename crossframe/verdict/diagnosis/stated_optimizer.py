@@ -49,26 +49,21 @@ def stated_rule(
 ) -> Stated | None:
     """The stated rule of a parameter at step `count` of the optimizer. Missing constants have the defaults of torch and optax.
 
-    Returns None if a constant is not a valid number.
+    Returns None if a constant is stated as None or negative.
 
     Args:
         betas: those of an optimizer whose betas are not stated.
     """
     settings = {**manifest.settings, **_own_settings(manifest, name)}
     rate = settings.get("lr", manifest.learning_rate) or 1.0
-    if not isinstance(rate, int | float):
-        return None
-    own_betas = settings.get("betas", betas)
-    if not isinstance(own_betas, list | tuple) or len(own_betas) != 2:
-        return None
     numbers = [
         settings.get("weight_decay", 0.01 if kind == ADAMW else 0.0),
         settings.get("momentum", 0.0),
         settings.get("eps", 1e-8),
         settings.get("clip", math.inf),
-        *own_betas,
+        *(settings.get("betas", betas) or (None, None)),
     ]
-    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+    if any(number is None or number < 0 for number in numbers):
         return None
     decay, momentum, epsilon, clip, beta1, beta2 = map(float, numbers)
     if kind == SGD_:
@@ -136,11 +131,7 @@ def _kept(old: np.ndarray, given: np.ndarray, new: np.ndarray, roundoff: float) 
 
 def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
     """The settings of the parameter's group."""
-    groups = manifest.settings.get(GROUPS, [])
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and isinstance(group.get("params"), list) and name in group["params"]:
-            return group
-    return {}
+    return next((group for group in manifest.settings.get(GROUPS) or () if name in group["params"]), {})
 
 
 OTHERS = frozenset(

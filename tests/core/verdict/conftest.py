@@ -1,0 +1,61 @@
+"""What comparisons in this folder say is kept in comparisons/, next to what each test asserts."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossframe.verdict import PairVerdict
+from tests.core.helpers.kept_texts import check_text
+
+FOLDER = Path(__file__).with_name("comparisons")
+# The former keeps figures of its own, and tests of the latter share comparisons.
+LEFT_OUT = ("test_golden_verdicts", "test_sketched")
+A_PATH = re.compile(r"(?<!\S)/\w\S*")
+
+
+@pytest.fixture(autouse=True)
+def kept_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compare the result of each call of `compare` in a test module with the one that is kept.
+
+    Comparisons of a new test are kept when someone runs it with CROSSFRAME_KEEP_TEXTS=1.
+    """
+    made, is_random = getattr(request.module, "compare", None), hasattr(request.function, "hypothesis")
+    if made is not None and not is_random and request.path.stem not in LEFT_OUT:
+        numbers, file = itertools.count(1), FOLDER / f"{request.path.stem}.json"
+
+        def compare(*runs: Any, **options: Any) -> PairVerdict:
+            found = made(*runs, **options)
+            check_text(file, told(found), f"comparison {next(numbers)}", must_be_kept=False)
+            return found
+
+        monkeypatch.setattr(request.module, "compare", compare)
+    yield
+
+
+def told(found: PairVerdict) -> str:
+    """The verdict and its reason, where runs part, and sums over all quantities."""
+    limited = [each for each in found.judged if each.used is not None]
+    lines = [
+        f"{found.verdict.value}: {found.reason}",
+        f"{found.steps} steps, {len(found.judged)} quantities, {sum(each.beyond for each in found.judged)} beyond, "
+        f"{sum(each.equal for each in found.judged)} equal, {len(limited)} with a bound",
+        f"differences {sum(min(each.difference, 1e9) for each in found.judged):.3g}, "
+        f"shares of bounds {sum(min(each.used or 0.0, 1e9) for each in limited):.3g}",
+    ]
+    for what, number in (
+        ("losses", found.max_relative_loss_difference),
+        ("parameters", found.max_relative_parameter_difference),
+        ("share of the spread", found.envelope_used),
+        ("share that is judged", found.judged_share),
+    ):
+        if number is not None:
+            lines.append(f"{what} {number:.3g}")
+    if where := found.first_divergence:
+        lines.append(f"parts in {where.event} on rank {where.rank}, elements {where.start}:{where.stop}")
+    if found.diagnosis:
+        lines.append(f"{found.diagnosis.signature}, {found.diagnosis.evidence}")
+    return A_PATH.sub("PATH", " | ".join([*lines, *found.zero_gradient_parameters, *found.settings, *found.notes]))
