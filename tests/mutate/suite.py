@@ -103,13 +103,20 @@ class Suite:
             self.items[name] = Item(taken, places[name])
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        """Which tests to run, as node ids: those of files named after the module, then every other that reaches the function."""
-        named = {file for file in self.collecting if _is_named_after(file, mutant.path)}
+        """Which tests to run, as node ids: those that reach the function, in files named after the module's folders first.
+
+        Tests of the module's own file may reach it in a process that they start, so they run in any case.
+        """
         first, others = [], []
         for name, item in self.items.items():
             file = name.partition("::")[0]
             reaches = _reaches(mutant, item.reached) or _reaches(mutant, self.collecting[file])
-            if file in named:
+            *folders, own = _words(mutant.path)
+            if (
+                own in _named(file)
+                or file == mutant.path
+                or (reaches and any(each in _named(file) for each in folders))
+            ):
                 first.append((not reaches, item.seconds, name))
             elif reaches:
                 others.append((False, item.seconds, name))
@@ -155,15 +162,22 @@ def _reaches(mutant: Mutant, places: set[tuple[str, int]]) -> bool:
     return (mutant.path, mutant.function) in places
 
 
-def _is_named_after(file: str, path: str) -> bool:
-    """Whether a file of tests is about a module, by its folder and name.
+def _words(path: str) -> list[str]:
+    """The folders and the name of a module.
 
-    >>> _is_named_after("tests/core/layout/test_flat.py", "crossframe/layout/flat.py")
-    True
+    >>> _words("crossframe/layout/flat.py")
+    ['layout', 'flat']
     """
-    words = path.removesuffix(".py").split("/")[1:]
-    name = file.removeprefix("tests/core/").replace("test_", "")
-    return file == path or any(word in name for word in words if word != "__init__")
+    return path.removesuffix(".py").removesuffix("/__init__").split("/")[1:] or ["crossframe"]
+
+
+def _named(file: str) -> str:
+    """What a file of tests is named after, by its folder and name.
+
+    >>> _named("tests/core/layout/test_flat.py")
+    'layout/flat.py'
+    """
+    return file.removeprefix("tests/core/").replace("test_", "")
 
 
 def fork(work: Callable[[], int], folder: Path) -> int:
