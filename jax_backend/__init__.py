@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_backend needs JAX: pip install 'crossframe[jax]'") from None
 
+from jax_backend.check_ranks import check_ranks
 from jax_backend.checkpoint import load_checkpoint, save_checkpoint
 from jax_backend.engine._clipping import clip_grad_norm
 from jax_backend.engine._jit_step import NOT_HONOURED
@@ -40,6 +41,7 @@ __all__ = [
     "ShardedParams",
     "Summoned",
     "apply_updates",
+    "check_ranks",
     "clip_grad_norm",
     "compiled_trace",
     "from_torch",

@@ -5,6 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torch_backend needs torch: pip install 'crossframe[torch]'") from error
 
+from torch_backend.check_ranks import check_ranks
 from torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from torch_backend.compat._fully_shard_api import (
     AllGather,
@@ -70,6 +71,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "check_ranks",
     "fully_shard",
     "initialise_sharded",
     "load_checkpoint",

@@ -375,6 +375,39 @@ def inspect(
         raise typer.Exit(FOUND if found.is_faulty else AGREE)
 
 
+@app.command()
+def check(
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A recording, a command in quotes such as 'train.py --lr 1e-3', or a configuration file.",
+            show_default=False,
+        ),
+    ],
+    b: Annotated[
+        str | None, typer.Argument(help="The other one. Default: compare the ranks of A", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of steps after which commands are stopped. Default: 2")
+    ] = None,
+    map_file: Map = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what two runs differ in before training, ranked by how likely it changes the numbers; or the ranks that differ.
+
+    Commands are run, and stopped after their first steps. Compared are packages, devices, settings, environment variables,
+    sources, command lines, configuration files, modules, parameters, initial values, states of random generators, optimizers
+    and batches.
+
+    Exit status: 0 nothing differs that changes numbers, 1 something changes them, 3 something may change them.
+    """
+    from crossframe.cli.check import check as check_runs
+
+    with exit_on_error():
+        param_map = None if map_file is None else ParamMap.load(map_file)
+        raise typer.Exit(check_runs(a, b, steps=steps, param_map=param_map, as_json=as_json, console=console))
+
+
 @app.command("map")
 def map_models(
     first: Annotated[

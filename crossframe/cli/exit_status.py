@@ -4,12 +4,14 @@ from crossframe.verdict import Verdict
 
 AGREE = 0
 FOUND = 1
-"""A bug, or in `crossframe inspect` a finding. Status 2 is a usage error."""
+"""A bug, or in `crossframe inspect` and `crossframe check` a finding. Status 2 is a usage error."""
+UNSETTLED = 3
+"""Inconclusive, or in `crossframe check` differences that may change numbers."""
 _STATUSES = {
     Verdict.EQUAL: AGREE,
     Verdict.ROUNDING: AGREE,
     Verdict.BUG: FOUND,
-    Verdict.INCONCLUSIVE: 3,
+    Verdict.INCONCLUSIVE: UNSETTLED,
     Verdict.INCOMPARABLE: 4,
     Verdict.DIFFERENT: 5,
 }

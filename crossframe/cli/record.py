@@ -62,18 +62,7 @@ def record_script(
         ModuleNotFoundError: the framework is not installed.
         UsageError: no such script; options that do not fit; a run that failed.
     """
-    if not script.is_file():
-        raise UsageError(f"record: expected the path of a training script, but {script} is not a file")
-    if framework not in (None, *_MODULES):
-        raise UsageError(f"record: --framework: expected torch or jax, got {framework!r}")
-    stated, framework = framework, framework or ("jax" if is_of_jax(script) else "torch")
-    if find_spec(framework) is None:
-        raise ModuleNotFoundError(name=framework)
-    if framework == "jax" and nproc_per_node is not None:
-        raise UsageError(
-            "record: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its devices "
-            "(on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
-        )
+    stated, framework = framework, framework_of(script, framework, nproc_per_node)
     if dense is None:
         dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (
@@ -126,6 +115,31 @@ def record_script(
             f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
             highlight=False,
         )
+
+
+def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *, command: str = "record") -> str:
+    """The framework of a script: the stated one, or JAX if it imports JAX and not torch.
+
+    Args:
+        command: the command of crossframe, for errors.
+
+    Raises:
+        ModuleNotFoundError: the framework is not installed.
+        UsageError: no such script or framework, or processes for a script of JAX.
+    """
+    if not script.is_file():
+        raise UsageError(f"{command}: expected the path of a training script, but {script} is not a file")
+    if stated not in (None, *_MODULES):
+        raise UsageError(f"{command}: --framework: expected torch or jax, got {stated!r}")
+    framework = stated or ("jax" if is_of_jax(script) else "torch")
+    if find_spec(framework) is None:
+        raise ModuleNotFoundError(name=framework)
+    if framework == "jax" and nproc_per_node is not None:
+        raise UsageError(
+            f"{command}: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its "
+            "devices (on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
+        )
+    return framework
 
 
 def _missing(directory: Path, command: str, perturbed_runs: int) -> int:

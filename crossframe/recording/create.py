@@ -19,7 +19,7 @@ from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 _RANK, _PERTURBED_RUN = re.compile(r"rank\d{5,}"), re.compile(r"twin\d{5,}")
 _STEP = re.compile(r"step\d{5,}\.safetensors(\.part)?")
 _ENDS = ("part", "replaced", "replaced")
-_FILES = (MANIFEST_NAME, event_format.EVENTS_NAME)
+_FILES = (MANIFEST_NAME, event_format.EVENTS_NAME, event_format.ENVIRONMENT_NAME)
 # Files that an interrupted creation leaves: the new manifest, and the one that it replaces.
 _BEGUN = re.compile(rf"{re.escape(MANIFEST_NAME)}\.([0-9a-f]{{16}}\.)?(part|replaced)")
 

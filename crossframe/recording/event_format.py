@@ -46,6 +46,8 @@ from crossframe.quoting import quote, quote_error
 from crossframe.recording.dims import LEAST_DIMS, Order
 
 EVENTS_NAME = "events.jsonl"
+ENVIRONMENT_NAME = "environment.json"
+"""The file in the folder of a rank that states the environment of its process (`crossframe.environment`)."""
 
 BATCH = "batch"
 PARAMETERS = "parameters"

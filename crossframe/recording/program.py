@@ -56,7 +56,7 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
     """
     return {
         DEVICE: device,
-        "processor": _processor(),
+        "processor": processor(),
         "python": platform.python_version(),
         DETERMINISTIC: deterministic,
         COMPILED: compiled,
@@ -69,7 +69,7 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
 def source_digest() -> str:
     """A digest of the script and of all modules imported so far that are neither installed nor in the standard library."""
     found = hashlib.sha256()
-    for path in sorted(_sources())[:_MOST_FILES]:
+    for path in sorted(sources())[:_MOST_FILES]:
         found.update(path.name.encode(errors="surrogateescape") + b"\0")
         try:
             with open(path, "rb") as file:
@@ -95,7 +95,8 @@ def environment_digest(environment: Mapping[str, str]) -> str:
     return hashlib.sha256("\0".join(kept).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _sources() -> set[Path]:
+def sources() -> set[Path]:
+    """The script and all modules imported so far that are neither installed nor in the standard library."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files.add(sys.argv[0] if sys.argv else None)
     stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
@@ -108,7 +109,7 @@ def _resolved(files: set[Any]) -> Iterator[Path]:
             yield Path(file).resolve()
 
 
-def _processor() -> str:
+def processor() -> str:
     """The model of the processor, by which libraries choose kernels."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -105,6 +105,11 @@ class RecordingWriter:
             )
         self._dense_until = max(self._dense_until, stop)
 
+    def environment(self, content: bytes) -> None:
+        """State the environment of this rank's process, as the content of a file (`crossframe.environment`)."""
+        with self._writes(), open(self.folder / event_format.ENVIRONMENT_NAME, "xb") as file:
+            file.write(content)
+
     def batch(self, step: int, digest: str, sample_ids: Iterable[int], inputs: Iterable[tuple[int, int]] = ()) -> None:
         """Record this rank's batch: its sha256 in hex, the id of each sample in the data, and two numbers for each array
         (`crossframe.recording.batches.inputs_of`), if known."""
@@ -502,6 +507,9 @@ class SilentWriter(RecordingWriter):
     def __init__(self, directory: str | Path, manifest: Manifest, rank: int) -> None:
         self.manifest, self.rank = manifest, rank
         self._step, self._dense_until = 0, 0
+
+    def environment(self, content: bytes) -> None:
+        """Nothing."""
 
     def _add(self, event: str, fields: dict[str, Any], once: str = "") -> None:
         """Nothing."""

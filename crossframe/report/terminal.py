@@ -90,6 +90,7 @@ def _besides(report: dict[str, Any]) -> list[str]:
     if settings := next((pair["settings"] for pair in report["pairs"] if pair["settings"]), []):
         more = f", and {len(settings) - 1} more" if len(settings) > 1 else ""
         texts.append(f"settings that differ: {sentences.short(settings[0], 100)}{more}")
+    texts += [f"environment: {text}" for text in _explanations(report)[:1]]
     if notes := next((pair["notes"] for pair in report["pairs"] if pair["notes"]), []):
         texts += [sentences.short(note, 160) for note in notes]
     if report["verdict"] in ("rounding", "inconclusive"):
@@ -105,6 +106,10 @@ def _besides(report: dict[str, Any]) -> list[str]:
             f"not counted, since their gradient is zero: {len(zero)}, for instance {sentences.short(zero[0], 24)}"
         )
     return texts
+
+
+def _explanations(report: dict[str, Any]) -> list[str]:
+    return [text for pair in report["pairs"] if (text := pair["environment"]["explanation"])]
 
 
 def _first_of(report: dict[str, Any], name: str) -> list[str]:

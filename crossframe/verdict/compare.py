@@ -21,6 +21,7 @@ from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
 from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.divergence_text import NOUNS, other_dtype
 from crossframe.verdict.envelope import Envelope
+from crossframe.verdict.environments import environments_of
 from crossframe.verdict.evidence import (
     UNDECIDED,
     describe_bits,
@@ -87,6 +88,8 @@ def compare(
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_values`).
 
+    Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
+
     If both recordings are known to be of the same deterministic program, a difference within bounds is a different computation,
     not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits.
 
@@ -115,7 +118,15 @@ def compare(
     if reason := naming.problem or why_incomparable(a, b):
         reason, found = "; ".join((*stated, reason)), diagnose_untied(a, b) or diagnose_batches(a, b)
         return PairVerdict(
-            *names, dtype, world_size, steps, Verdict.INCOMPARABLE, reason, diagnosis=found, settings=stated
+            *names,
+            dtype,
+            world_size,
+            steps,
+            Verdict.INCOMPARABLE,
+            reason,
+            diagnosis=found,
+            settings=stated,
+            environments=environments_of(a, b, Verdict.INCOMPARABLE, None, names),
         )
     if (batches := differing_batches(a, b)) is not None:
         settings, stated = (batches, *settings), (batches.describe(names), *stated)
@@ -220,6 +231,7 @@ def compare(
         bits=bits and describe_bits(bits, findings),
         directions=directions,
         notes=(*filter(None, (naming.note, without_use)), *_notes(pair, names)),
+        environments=environments_of(a, b, verdict, where, names),
     )
 
 

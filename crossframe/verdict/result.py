@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.direction import Directions
+from crossframe.verdict.environments import Environments
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.verdicts import Verdict
 
@@ -54,6 +55,7 @@ class PairVerdict:
         settings: differing settings (`crossframe.verdict.measure.comparable.differing_settings`), one sentence each.
         notes: differences that do not affect the comparison, such as reordered samples, or gradients recorded before clipping on
             one side and after it on the other; one sentence each.
+        environments: the differences of the environments.
         parted: the entry of `judged` for `first_divergence`.
         directions: the tests of direction within the spread of perturbed runs; None if there were none.
         bits: the first bitwise difference, and why it is not evidence if so, as a clause; None if all bits are equal.
@@ -81,6 +83,7 @@ class PairVerdict:
     directions: Directions | None = field(default=None, repr=False)
     bits: str | None = None
     notes: tuple[str, ...] = ()
+    environments: Environments = field(default_factory=Environments)
 
     def to_json(self) -> dict:
         """The verdict as a JSON object. A difference that is not finite or was not computed is null."""
@@ -98,6 +101,7 @@ class PairVerdict:
             "first_divergence": self.first_divergence.to_json() if self.first_divergence else None,
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "settings": list(self.settings),
+            "environment": self.environments.to_json(),
             "bits": self.bits,
             "power": self.directions.to_json() if self.directions else None,
             "notes": list(self.notes),

@@ -12,8 +12,10 @@ from crossframe.mesh import MeshSpec
 from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.event_format import activation_key
+from crossframe.recording.program import COMPILED, PROGRAM
 from crossframe.trace import Event
 from jax_backend.recorder._arrays import ArrayPieces, Pieces
+from jax_backend.recorder._facts import environment_of
 from jax_backend.recorder._modules import Dims
 from jax_backend.recorder._observed_loss import Interior
 from jax_backend.recorder._shards import ShardPieces
@@ -67,6 +69,10 @@ class Writers:
         self._sketches = manifest.detail == "sketch"
         self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
+        program = dict(manifest.settings.get(PROGRAM) or {})
+        stated = environment_of(compiled=bool(program.get(COMPILED, True))).to_bytes()
+        for writer in self.by_rank.values():
+            writer.environment(stated)
 
     def records(self, step: int) -> bool:
         """Whether tensors of a step are recorded."""

@@ -79,9 +79,11 @@ class ScriptRecorder:
 
     Args:
         directory, options: of `Recorder`.
+        stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
     """
 
-    def __init__(self, directory: str | Path, **options: Any) -> None:
+    def __init__(self, directory: str | Path, *, stop_after: int | None = None, **options: Any) -> None:
+        self._stop_after = stop_after
         self.perturbed_run = perturbed_run_number(options.pop("perturbed_run", None))
         self.forward_only = options.pop("forward_only", False)
         self._directory, self._options = directory, options
@@ -252,6 +254,8 @@ class ScriptRecorder:
     def _add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)
         self._steps.add(taps, batch)
+        if self._stop_after is not None and self._steps.number >= self._stop_after:
+            raise SystemExit
 
     # Before a jitted function runs
 

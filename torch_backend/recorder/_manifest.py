@@ -20,6 +20,7 @@ from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
+from torch_backend.recorder._float32_precision import allows_tf32_in_convolutions, matmul_precision
 from torch_backend.recorder._model_ranks import full, set_full
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import class_name, innermost, named_modules
@@ -85,9 +86,7 @@ def manifest_of(
     if perturbed_run:
         found["perturbed_run"] = perturbed_run
     names = [spec.name for _, layout in view.units for spec in layout.params]
-    described = program(device, compiled=_is_compiled(model)) | {"channels_last": _is_channels_last(model)}
-    if optimizers:
-        described[OPTIMIZER_KERNEL] = _optimizer_kernel(optimizers[0], on_cpu=device == "cpu")
+    described = program_with(model, optimizers, device)
     return Manifest(
         framework="torch",
         model=name or class_name(innermost(model)),
@@ -105,6 +104,14 @@ def manifest_of(
         settings=found | {COMMAND: _command(), PROGRAM: described} | dict(settings),
         detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
     )
+
+
+def program_with(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: str) -> dict[str, Any]:
+    """The description of the program that trains a model (`program`)."""
+    described = program(device, compiled=_is_compiled(model)) | {"channels_last": _is_channels_last(model)}
+    if optimizers:
+        described[OPTIMIZER_KERNEL] = _optimizer_kernel(optimizers[0], on_cpu=device == "cpu")
+    return described
 
 
 def device_of(view: ModelView) -> str:
@@ -153,9 +160,9 @@ def program(device: str, *, compiled: bool = False, threads: int | None = None) 
         compiled=compiled,
         threads=torch.get_num_threads() if threads is None else threads,
         capability=torch.backends.cpu.get_cpu_capability(),
-        matmul=torch.get_float32_matmul_precision(),
+        matmul=matmul_precision(),
         mkldnn=bool(torch.backends.mkldnn.enabled),  # type: ignore[attr-defined]
-        tf32=bool(torch.backends.cudnn.allow_tf32),
+        tf32=allows_tf32_in_convolutions(),
         attention=" ".join(name for name, is_on in _attention_kernels().items() if is_on),
     )
 

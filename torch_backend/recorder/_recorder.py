@@ -22,6 +22,7 @@ from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.recorder._context import RANK, Context
+from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import ModelView, view_of
@@ -350,6 +351,7 @@ class Recorder(Sink, Listener):
                 raise UsageError("the layouts that the manifest has are not those of the model")
             kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
             writer = kind(self._path, manifest, view.rank)
+            writer.environment(environment_of(self._model, self._optimizers).to_bytes())
             self._keeper = Keeper(view, writer)
             self._keeper.initial()
             self._begin_step()

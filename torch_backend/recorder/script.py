@@ -39,10 +39,11 @@ class ScriptRecorder:
 
     Args:
         directory, options: of `Recorder`.
+        stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
     """
 
-    def __init__(self, directory: str | Path, **options: Any) -> None:
-        self._directory, self._options = directory, options
+    def __init__(self, directory: str | Path, *, stop_after: int | None = None, **options: Any) -> None:
+        self._directory, self._options, self._stop_after = directory, options, stop_after
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
         self._depth = 0
@@ -144,6 +145,8 @@ class ScriptRecorder:
             self._stepped.clear()
             self._num_steps += 1
             self._recorder.step()
+            if self._num_steps == self._stop_after:
+                raise SystemExit
 
 
 def _params_of(optimizer: Optimizer) -> set[int]:

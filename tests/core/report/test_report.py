@@ -668,6 +668,7 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
             "dtype",
             "world_size",
             "steps",
+            "environment",
             "verdict",
             "max_relative_loss_difference",
             "reason",

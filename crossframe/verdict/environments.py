@@ -1,0 +1,74 @@
+"""The differences of the environments of two recordings, and whether they can explain a verdict."""
+
+from dataclasses import dataclass
+
+from crossframe.environment import Difference, Effect, differences, recorded_environment
+from crossframe.environment.facts import (
+    COMMAND,
+    CONFIGURATION,
+    FRAMEWORK,
+    MACHINE,
+    MODULES,
+    PACKAGES,
+    RANDOM,
+    SOURCE,
+    VARIABLES,
+)
+from crossframe.recording import Recording
+from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.verdicts import Verdict
+
+# Settings of the run are those of `crossframe.verdict.measure.comparable`.
+_SECTIONS = (CONFIGURATION, RANDOM, PACKAGES, VARIABLES, MACHINE)
+_OF_ONE_FRAMEWORK = (MODULES, FRAMEWORK, COMMAND, SOURCE)
+"""Sections in which runs in two frameworks differ anyway."""
+_MOST_IN_JSON = 50
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The differences of two environments that may change numbers.
+
+    Attributes:
+        differences: those first that most likely change the numbers.
+        explanation: the first of them and why it changes numbers, as a sentence; "" if the numbers are equal or there is none.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    explanation: str = ""
+
+    def to_json(self) -> dict:
+        """The differences as a JSON object."""
+        return {
+            "explanation": self.explanation or None,
+            "differences": [each.to_json() for each in self.differences[:_MOST_IN_JSON]],
+        }
+
+
+def differing_environments(a: Recording, b: Recording) -> tuple[Difference, ...]:
+    """The facts of the environments that may change numbers, ranked (`crossframe.environment.differences`).
+
+    Raises:
+        RecordingError: a damaged environment.
+    """
+    first, second = (recorded_environment(each.directory, each.manifest) for each in (a, b))
+    same_framework = a.manifest.framework == b.manifest.framework
+    found = differences(first, second, (*_OF_ONE_FRAMEWORK, *_SECTIONS) if same_framework else _SECTIONS)
+    return tuple(each for each in found if each.effect is not Effect.HARDLY)
+
+
+def environments_of(
+    a: Recording, b: Recording, verdict: Verdict, where: Divergence | None, labels: tuple[str, str]
+) -> Environments:
+    """The differences of two environments, and which of them explains the verdict.
+
+    A module with other options explains a difference that begins in it.
+    """
+    found = differing_environments(a, b)
+    if not found or verdict is Verdict.EQUAL:
+        return Environments(found)
+    here = [each for each in found if where is not None and (each.section, each.name) == (MODULES, where.module)]
+    first = here[0] if here else found[0]
+    more = f"; crossframe check lists {len(found) - 1} more" if len(found) > 1 else ""
+    explains = "explains" if here else "may explain"
+    return Environments(found, f"{first.describe(labels)}, which {explains} this: {first.reason}{more}")

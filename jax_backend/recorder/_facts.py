@@ -1,0 +1,40 @@
+"""The environment of this process: the configuration of JAX and its platform."""
+
+import jax
+
+from crossframe.environment import Environment, Fact, collect
+from crossframe.recording.program import ENVIRONMENT, SOURCE
+from jax_backend.recorder._manifest import program
+
+# Facts of the program that are stated in another section, or under the full name of the setting.
+_STATED_ELSEWHERE = ("processor", "python", "flags", "matmul", SOURCE, ENVIRONMENT)
+_CONFIGURED = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_dtype_bits",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_enable_custom_prng",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_softmax_custom_jvp",
+    "jax_use_shardy_partitioner",
+)
+
+
+def environment_of(*, compiled: bool = True) -> Environment:
+    """The environment of this process.
+
+    Args:
+        compiled: whether steps are jitted.
+    """
+    facts: dict[str, Fact] = {
+        name: fact for name, fact in program(compiled=compiled).items() if name not in _STATED_ELSEWHERE
+    }
+    for name in _CONFIGURED:
+        if hasattr(jax.config, name):
+            value = getattr(jax.config, name)
+            facts[name] = value if isinstance(value, bool | int | float | None) else str(value)
+    facts["platform"] = " ".join(str(jax.devices()[0].client.platform_version).split())
+    return collect(facts)

@@ -1,0 +1,150 @@
+"""`crossframe check` on recordings and configuration files, and what `compare` says of environments."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from crossframe.check import check_recordings
+from crossframe.cli.check import Command
+from crossframe.cli.commands import app
+from crossframe.environment import Environment
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from crossframe.verdict import compare
+from tests.core.helpers.synthetic import manifest, only, record
+
+STATED = {
+    "framework": {"device": "cpu"},
+    "packages": {"torch": "2.13.0", "pip": "24"},
+    "modules": {"": "Net()", "h.0": "LayerNorm(eps=1e-05)"},
+}
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def state(directory, rank=0, **sections):
+    """Write the environment of a rank with other facts in some sections."""
+    environment = Environment({name: facts | sections.get(name, {}) for name, facts in STATED.items()})
+    (directory / f"rank{rank:05d}" / "environment.json").write_bytes(environment.to_bytes())
+
+
+@pytest.fixture
+def pair(tmp_path):
+    for name in ("a", "b"):
+        record(tmp_path / name)
+        for rank in (0, 1):
+            state(tmp_path / name, rank)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_equal_runs_exit_with_0(pair):
+    assert run("check", *pair) == (0, "nothing differs\n")
+
+
+def test_differences_are_ranked_and_set_the_exit_status(pair):
+    state(pair[1], packages={"pip": "25"})
+    status, said = run("check", *pair)
+    assert status == 0 and said.startswith(
+        "should not change the numbers:\n  the version of pip differs: 24 in a, 25 in b"
+    )
+    state(pair[1], packages={"pip": "25", "torch": "2.11.0"})
+    status, said = run("check", *pair)
+    assert status == 3 and said.startswith(
+        "may change the numbers:\n  the version of torch differs: 2.13.0 in a, 2.11.0 in b"
+    )
+    state(pair[1], modules={"h.0": "LayerNorm(eps=1e-06)"}, packages={"torch": "2.11.0"})
+    status, said = run("check", *pair, "--json")
+    found = json.loads(said)
+    assert status == 1 and found["effect"] == "certainly"
+    assert [each["name"] for each in found["differences"]] == ["h.0", "torch"]
+
+
+def test_the_rank_with_another_version_is_listed(pair):
+    assert run("check", pair[0]) == (0, "the environments of all ranks are equal\n")
+    state(pair[0], 1, packages={"torch": "2.11.0"})
+    status, said = run("check", pair[0])
+    assert status == 3 and "the version of torch on rank 1 is 2.11.0, on rank 0 2.13.0" in said
+    status, said = run("check", *pair)
+    assert status == 3 and "a: the version of torch on rank 1" in said
+
+
+def test_settings_initial_values_and_batches_are_compared(tmp_path):
+    a = record(tmp_path / "a", manifest(settings={"optimizer": "AdamW", "weight_decay": 0.1}))
+    name = next(iter(a.manifest.params))
+    b = record(
+        tmp_path / "b",
+        replace(manifest(settings={"optimizer": "AdamW", "weight_decay": 0.0}), learning_rate=0.5),
+        tamper=only("parameters", name, lambda x: x + np.asarray(0.5, x.dtype)),
+    )
+    found = {each.name: each.describe() for each in check_recordings(a, b).differences}
+    assert {"weight_decay", "initial values"} <= found.keys()
+    assert "initial values of 1 of" in found["initial values"] and name in found["initial values"]
+
+
+def test_an_old_recording_is_compared_by_its_manifest(tmp_path):
+    a = record(tmp_path / "a", manifest(versions={"torch": "2.13.0"}))
+    b = record(tmp_path / "b", manifest(versions={"torch": "2.11.0", "numpy": "2"}))
+    found = check_recordings(a, b)
+    assert [each.name for each in found.differences] == ["torch"]
+    assert "does not state its environment" in found.notes[0]
+
+
+def test_compare_states_the_environment_that_may_explain(pair):
+    state(pair[1], packages={"torch": "2.11.0"})
+    a, b = map(Recording.open, pair)
+    assert compare(a, b).environments.explanation == ""  # equal numbers need none
+    record(pair[1].parent / "c", tamper=only("reduce", next(iter(a.manifest.params)), lambda x: x * 2))
+    state(pair[1].parent / "c", packages={"torch": "2.11.0", "pip": "25"})
+    verdict = compare(a, Recording.open(pair[1].parent / "c"))
+    assert verdict.environments.explanation == (
+        "the version of torch differs: 2.13.0 in a, 2.11.0 in c, which may explain this: another version has other kernels and "
+        "defaults"
+    )
+    assert verdict.to_json()["environment"]["differences"][0]["name"] == "torch"
+
+
+def test_configuration_files_are_compared_key_by_key(tmp_path):
+    (tmp_path / "a.json").write_text('{"optimizer": {"lr": 0.1}, "log": {"path": "x"}}')
+    (tmp_path / "b.toml").write_text('[optimizer]\nlr = 0.2\n[log]\npath = "y"\n')
+    status, said = run("check", tmp_path / "a.json", tmp_path / "b.toml")
+    assert (
+        status == 1 and "the configuration optimizer.lr differs: 0.1 in a.json, 0.2 in b.toml" in said.splitlines()[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["none"], "expected a recording, a configuration file", id="nothing"),
+        pytest.param(["."], "a folder without a recording", id="a folder"),
+        pytest.param(["x.json"], "compared with another one", id="one configuration"),
+        pytest.param(["missing.py"], "is not a file", id="no script"),
+        pytest.param(["x.json", "x.json", "--steps", "3"], "--map and --steps", id="an option without use"),
+        pytest.param(["x.py", "--steps", "0"], "expected an integer of at least 1", id="no steps"),
+        pytest.param(["torchrun --nnodes 2 x.py"], "expected --nproc-per-node", id="nodes"),
+    ],
+)
+def test_wrong_use_exits_with_2(tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("{}")
+    status, said = run("check", *arguments)
+    assert status == 2 and expected in said and "Traceback" not in said
+
+
+def test_commands_are_parsed():
+    found = Command.parse("A=1 torchrun --standalone --nproc_per_node 2 train.py --lr 'a b'")
+    assert (found.script.name, found.arguments, found.variables, found.nproc_per_node) == (
+        "train.py",
+        ("--lr", "a b"),
+        {"A": "1"},
+        2,
+    )
+    assert Command.parse("python3.11 t.py").nproc_per_node is None
+    with pytest.raises(UsageError, match="expected a recording"):
+        Command.parse("python -m train")

@@ -1,0 +1,194 @@
+"""The ranking of differences, the ranks that differ, and what is collected."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from crossframe.environment import Effect, Environment, collect, differences, odd_ranks, read_environment
+from crossframe.environment.command import arguments_of
+from crossframe.environment.configuration import read_configuration
+from crossframe.environment.effects import ACCELERATOR, CPU, TABLE, row_of
+from crossframe.environment.facts import SECTIONS
+from crossframe.errors import RecordingError, UsageError
+from tests.core.environment.cases import CASES
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_the_first_difference_is_the_expected_one(case):
+    first = differences(Environment(case.a), Environment(case.b))[0]
+    assert (first.section, first.name, first.effect.value) == (case.section, case.first, case.effect)
+
+
+# A name of each row of the table, in its order.
+EXAMPLES = (
+    *("w", "dtype", "1.norm", "initial values", "order of samples", "batches", "weight_decay", "seed", "accumulate"),
+    *("jax_enable_x64", "JAX_ENABLE_X64", "torch.backends.cudnn.allow_tf32", "NVIDIA_TF32_OVERRIDE"),
+    *("jax_threefry_partitionable", "JAX_DEFAULT_PRNG_IMPL", "trainer.wandb.model", "a.yaml: logger.lr", "--log-every"),
+    *("a.yaml: output_dir", "--learning-rate", "model.hidden_size", "file train.py", "--foo", "a.yaml: foo", "numpy"),
+    *("torch.cuda", "framework", "device", "compiled", "torch.backends.cuda.matmul.allow_fp16_accumulation"),
+    *("tf32", "torch.get_float32_matmul_precision", "NVIDIA_TF32_OVERRIDE", "torch", "jaxlib", "nvidia-nccl-cu12"),
+    *("flash-attn", "transformers", "numpy", "torch.backends.cudnn.benchmark", "attention", "mesh", "steps"),
+    *("XLA_FLAGS --xla_dump_to", "XLA_FLAGS --xla_cpu_enable_fast_math", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"),
+    *("MKL_NUM_THREADS", "threads", "ATEN_CPU_CAPABILITY", "PYTHONHASHSEED", "LD_PRELOAD", "processor", "driver"),
+    *(
+        "platform",
+        "commit",
+        "pip",
+        "NCCL_SOCKET_IFNAME",
+        "CUDA_VISIBLE_DEVICES",
+        "python",
+        "host",
+        "detail",
+        "changed README.md",
+    ),
+)
+
+
+def test_each_row_of_the_table_is_reached_by_its_own_facts():
+    assert len(EXAMPLES) == len(TABLE)
+    for i, (row, name) in enumerate(zip(TABLE, EXAMPLES, strict=True)):
+        assert row_of(row.section, name, row.device or CPU)[0] == i, (row, name)
+
+
+def test_every_section_has_a_last_row_for_all_names():
+    for section in SECTIONS:
+        assert row_of(section, "a name that nobody knows", ACCELERATOR)[1].reason
+
+
+def test_the_same_environment_has_no_differences():
+    found = collect({"device": "cpu"}, {"torch": "1"}, {"": "Net()"})
+    assert differences(found, found) == ()
+
+
+def test_a_missing_fact_counts_only_in_complete_environments():
+    one, other = {"packages": {"torch": "2", "triton": "3"}}, {"packages": {"torch": "2"}}
+    assert [each.name for each in differences(Environment(one), Environment(other))] == ["triton"]
+    assert differences(Environment(one), Environment(other, is_complete=False)) == ()
+    settings = {"framework": {"new_flag": True}}  # another version has other flags
+    assert differences(Environment(settings), Environment({"framework": {}})) == ()
+
+
+def test_a_commit_with_equal_sources_hardly_matters():
+    a, b = ({"source": {"commit": commit, "file train.py": "1"}} for commit in ("x", "y"))
+    assert differences(Environment(a), Environment(b))[0].effect is Effect.HARDLY
+    b["source"]["file train.py"] = "2"
+    first, second = differences(Environment(a), Environment(b))
+    assert (first.name, second.effect) == ("file train.py", Effect.POSSIBLY)
+
+
+def test_the_rank_with_another_version_is_found():
+    def stated(rank, **packages):
+        machine = {"host": f"node{rank // 2}"}
+        return Environment(
+            {"packages": {"torch": "2.13.0"} | packages, "machine": machine, "random": {"torch": str(rank)}}
+        )
+
+    job = {rank: stated(rank) for rank in range(8)}
+    assert odd_ranks(job) == ()
+    job[4] = stated(4, torch="2.11.0")
+    job[5] = stated(5, torch="2.11.0", pip="1")
+    found = odd_ranks(job)
+    assert [(each.difference.name, each.ranks, each.hosts) for each in found] == [
+        ("torch", (4, 5), ("node2",)),
+        ("pip", (5,), ("node2",)),
+    ]
+    assert found[0].describe() == "the version of torch on ranks 4, 5 (node2) is 2.11.0, on the other ranks 2.13.0"
+    assert found[1].describe() == "the version of pip on rank 5 (node2) is 1, on the other ranks not installed"
+
+
+def test_two_ranks_have_no_majority():
+    job = {
+        rank: Environment({"variables": {"NCCL_ALGO": algorithm}}) for rank, algorithm in enumerate(("Ring", "Tree"))
+    }
+    (found,) = odd_ranks(job)
+    assert not found.by_majority
+    assert found.describe() == "the variable NCCL_ALGO on rank 1 is Tree, on rank 0 Ring"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "hub": {"api_key": "s3cret"}}'),
+        ("a.toml", '[optimizer]\nlr = 0.1\nbetas = [0.9, 0.95]\n[hub]\napi_key = "s3cret"\n'),
+        ("a.yaml", "optimizer:\n  lr: 0.1\n  betas: [0.9, 0.95]\nhub:\n  api_key: s3cret\n"),
+    ],
+)
+def test_configurations_are_read_key_by_key(tmp_path, name, text):
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    found = read_configuration(tmp_path / name)
+    assert str(found.pop("hub.api_key")).startswith("sha256 ")
+    assert found == {"optimizer.lr": 0.1, "optimizer.betas": "[0.9, 0.95]"}
+
+
+def test_invalid_configurations_raise(tmp_path):
+    (tmp_path / "a.toml").write_text("a = ")
+    with pytest.raises(UsageError, match=r"a\.toml.*expected toml, cannot parse"):
+        read_configuration(tmp_path / "a.toml")
+    with pytest.raises(UsageError, match="no such file"):
+        read_configuration(tmp_path / "b.json")
+
+
+def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    (tmp_path / "c.json").write_text('{"lr": 1}')
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for arguments in (["init", "-q"], ["add", "train.py", "c.json"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "c.json").write_text('{"lr": 2}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), "--config", "c.json", "--lr=3"])
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_LAUNCH_MODE", "x" * 10_000)
+    found = collect({"device": "cpu"})
+    assert found["command"] == {"script": "train.py", "--config": "c.json", "--lr": "3"}
+    assert found["configuration"] == {"c.json: lr": 2}
+    assert {"commit", "file train.py", "changed c.json"} <= found["source"].keys()
+    assert found["variables"]["NCCL_ALGO"] == "Ring" and "HOME" not in found["variables"]
+    assert found["packages"]["numpy"] and found["machine"]["python"] and found["random"]["numpy"]
+    folder = tmp_path / "rank00003"
+    folder.mkdir()
+    (folder / "environment.json").write_bytes(found.to_bytes())
+    assert read_environment(tmp_path, 3) == found and read_environment(tmp_path, 0) is None
+
+
+def test_git_that_is_not_installed_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "train.py")])
+    monkeypatch.setenv("PATH", os.devnull)
+    assert "commit" not in collect({})["source"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[]", "expected an object"),
+        ("{", "expected JSON"),
+        (json.dumps({"packages": {"torch": [1]}}), "expected for 'torch' a number"),
+        (json.dumps({"colours": {}}), "expected sections of"),
+        (json.dumps({"packages": 1}), "expected an object"),
+    ],
+)
+def test_damaged_environments_raise(tmp_path, content, expected):
+    (tmp_path / "rank00000").mkdir()
+    (tmp_path / "rank00000" / "environment.json").write_text(content)
+    with pytest.raises(RecordingError, match=f"{expected}.*record the run again"):
+        read_environment(tmp_path, 0)
+
+
+def test_negative_numbers_are_values_of_options():
+    assert arguments_of(["t.py", "--shift", "-1", "-v", "-k", "x"]) == {
+        "script": "t.py",
+        "--shift": "-1",
+        "-v": True,
+        "-k": "x",
+    }
+
+
+def test_a_module_of_another_class_may_compute_the_same():
+    one, other = ({"modules": {"norm": f"{name}((8,), eps=1e-05)"}} for name in ("LayerNorm", "NormByHand"))
+    (found,) = differences(Environment(one), Environment(other))
+    assert (found.effect, found.reason) == (Effect.POSSIBLY, "the module is of another class")

@@ -1,0 +1,110 @@
+"""The environment that recordings of torch state, scripts that stop after their first steps, and ranks that differ."""
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torch_backend
+from crossframe.check import check_recordings
+from crossframe.environment import Effect, read_environment
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from torch_backend.recorder import Recorder, script
+from torch_backend.recorder._environment import environment_of
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=float(sys.argv[1])))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(50):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+raise SystemExit("the script was not stopped")
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """The recording of the first two steps of a script."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT)
+        assert script.run(str(path), arguments, directory=str(tmp_path / name), every=100, dense=0, stop_after=2) == 0
+        return Recording.open(tmp_path / name)
+
+    return run
+
+
+def test_a_stopped_script_has_a_complete_recording(stopped):
+    assert stopped("a", "1e-5").num_steps == 2
+
+
+def test_another_epsilon_ranks_first(stopped):
+    found = check_recordings(stopped("a", "1e-5"), stopped("b", "1e-6"))
+    first, second = found.differences[:2]
+    assert (first.section, first.name, first.effect) == ("modules", "1", Effect.CERTAINLY)
+    assert "eps=1e-05" in str(first.a) and "eps=1e-06" in str(first.b)
+    assert (second.section, second.name) == ("command", "argument 1")
+
+
+def test_equal_runs_differ_in_nothing_that_matters(stopped):
+    assert check_recordings(stopped("a", "1e-5"), stopped("b", "1e-5")).effect is Effect.HARDLY
+
+
+def test_flags_generators_and_modules_are_stated(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "run", model=model) as recorder:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    found = read_environment(tmp_path / "run", 0)
+    assert found is not None
+    assert found["modules"]["1"] == "Dropout(p=0.25, inplace=False) in evaluation"
+    assert found["framework"]["torch.backends.cuda.matmul.allow_tf32"] is False
+    assert found["framework"]["device"] == "cpu" and found["packages"]["torch"] == torch.__version__
+    assert len(str(found["random"]["torch"])) == 16
+
+
+def test_the_newer_interface_of_float32_precision_is_no_error():
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        found = environment_of()["framework"]
+        assert found["torch.backends.cuda.matmul.allow_tf32"] is True
+        assert found["torch.get_float32_matmul_precision"] == "high"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def tell_odd(rank, world_size):
+    """The findings of a rank. The last rank has another algorithm of all-reduces, and TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    os.environ["NCCL_ALGO"] = "Tree" if rank == 2 else "Ring"
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = rank == 2
+        return [each.describe().partition(" (")[0] for each in torch_backend.check_ranks()]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+        del os.environ["NCCL_ALGO"]
+
+
+def test_ranks_find_the_one_that_differs(ranks):
+    told = ranks.run(3, tell_odd)
+    assert told[0] == told[1] == told[2]
+    assert [text for text in told[0] if "NCCL_ALGO" in text] == ["the variable NCCL_ALGO on rank 2"]
+    assert [text for text in told[0] if "allow_tf32" in text] == ["torch.backends.cuda.matmul.allow_tf32 on rank 2"]
+
+
+def test_ranks_are_checked_after_the_process_group():
+    with pytest.raises(UsageError, match="init_process_group"):
+        torch_backend.check_ranks()
