@@ -1,17 +1,14 @@
 """The parameters of a stored model: a checkpoint, safetensors files, or a recording with the gradients of its first step."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from crossframe.alignment.matching import Arrays
-from crossframe.checkpoint import INDEX, MODEL, read
+from crossframe.checkpoint import INDEX, MODEL, read, whole_tensors
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError
-from crossframe.layout import Sharding
-from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.shapes.stored import STORED_DTYPES, SUFFIX, is_recording
@@ -27,20 +24,7 @@ def read_model(path: Path) -> tuple[Arrays, Arrays]:
     """
     if is_recording(path):
         return read_recorded(Recording.open(path, partial=True))
-    return (_checkpoint(path) if (path / INDEX).is_file() else _safetensors(path)), {}
-
-
-def _checkpoint(path: Path) -> Arrays:
-    saved = read(path)
-    whole = Sharding(tuple((name, layout.over(1)) for name, layout in saved.sections[MODEL].units), MeshSpec(1))
-    shapes = {spec.name: spec.shape for _, layout in whole.units for spec in layout.params}
-    return {
-        piece.name: line[piece.shard_start : piece.shard_start + math.prod(shapes[piece.name])].reshape(
-            shapes[piece.name]
-        )
-        for (_, layout), line in zip(whole.units, saved.lines(MODEL, whole, 0), strict=True)
-        for piece in layout.pieces(0)
-    }
+    return (whole_tensors(read(path), MODEL) if (path / INDEX).is_file() else _safetensors(path)), {}
 
 
 def _safetensors(path: Path) -> Arrays:

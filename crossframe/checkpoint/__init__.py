@@ -12,6 +12,7 @@ without full parameters. It verifies the whole content of each file that it need
 
 from crossframe.checkpoint.index import FORMAT, INDEX, MODEL, STATE, STEP, STEP_DTYPE, CheckpointError, state_layout
 from crossframe.checkpoint.reading import FORMATS, LISTED, Saved, read
+from crossframe.checkpoint.whole import whole_tensors
 from crossframe.checkpoint.writing import (
     Contents,
     Processes,
@@ -49,5 +50,6 @@ __all__ = [
     "remove_unfinished",
     "save",
     "state_layout",
+    "whole_tensors",
     "write_rank",
 ]

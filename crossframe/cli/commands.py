@@ -172,16 +172,23 @@ def compare(
     junit: Junit = None,
     github: Github = False,
 ) -> None:
-    """Compare two recordings, and say whether their difference is rounding or a bug.
+    """Compare two recordings, or two checkpoints, and say whether their difference is rounding or a bug.
 
     Parameters and modules with different names are matched by their values, or by --map.
+
+    Checkpoints are those of save_checkpoint, safetensors files, torch.distributed.checkpoint, torch.save and orbax.
 
     Large recordings whose checksums are equal are not read, unless --verify or --output is given.
 
     Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation (one
     program, equal causes, other bits).
     """
+    from crossframe.cli.checkpoints import are_checkpoints, compare_stored
+
     with exit_on_error():
+        if are_checkpoints(a, b):
+            given = {"--output": output, "--steps": steps, "--repeat": repeat, "--map": map_file, "--verify": verify}
+            raise typer.Exit(compare_stored(a, b, given=given, as_json=as_json, console=console))
         if (
             output is None
             and steps is None
