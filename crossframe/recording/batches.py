@@ -57,7 +57,7 @@ def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, 
     """Two numbers below 2^63 for each array that a model is called with: of its distinct rows, and of their order too.
 
     They do not depend on how a batch is divided into microbatches. A row that is the same in every microbatch, such as positions,
-    counts once.
+    counts once. Arrays without dims have none: a number that a loop computes, such as the tokens of all ranks, is no sample.
 
     Args:
         microbatches: the arrays of each call, in the same order.
@@ -73,7 +73,9 @@ def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, 
     for arrays in zip_longest(*microbatches):
         rows: dict[int, None] = {}
         for array in (np.asarray(each) for each in arrays if each is not None):
-            rows.update(dict.fromkeys(map(_number, array if array.ndim else [array])))
+            rows.update(dict.fromkeys(map(_number, array if array.ndim else ())))
+        if not rows:
+            continue
         order = hashlib.blake2b(digest_size=8)
         for number in rows:
             order.update(number.to_bytes(8, "little"))

@@ -41,7 +41,7 @@ class Batch:
 
     def has_samples_of(self, other: "Batch") -> bool:
         """Whether a model is called with the same samples, perhaps in another order, in other microbatches, or with further
-        arrays, which one of the models could derive from the others."""
+        arrays, which one of the models could derive from the others. Numbers, arrays without dims, may differ."""
         if self.digest == other.digest:
             return True
         if len(self.sample_ids) != len(other.sample_ids) or not self.inputs or not other.inputs:

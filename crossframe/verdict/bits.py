@@ -64,7 +64,8 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
     objection = program_difference(a, b)
     if objection is None and (step := next((s for s in range(first.step + 1) if pair.reordered(s)), None)) is not None:
         objection = (
-            f"from step {step} on, samples are in a different order, in other microbatches or with further arrays"
+            f"from step {step} on, samples are in a different order, in other microbatches, or with further arrays or other "
+            "numbers"
         )
     if objection is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
         objection = "gradients were recorded after clipping in one of them and before it in the other"

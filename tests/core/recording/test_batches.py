@@ -54,6 +54,13 @@ def test_inputs_do_not_depend_on_microbatches():
     assert inputs_of([[TOKENS], [TOKENS[:1], IMAGES]])[1] == whole[1] and inputs_of([]) == ()
 
 
+def test_numbers_next_to_samples_are_none_of_them():
+    first, second = ([TOKENS, np.float32(numbers)] for numbers in (61, 118))
+    assert inputs_of([first]) == inputs_of([second]) == inputs_of([[TOKENS]]) and inputs_of([[np.float32(61)]]) == ()
+    one, other = (Batch(digest_of(each), row_ids(each), inputs_of([each])) for each in (first, second))
+    assert one.digest != other.digest and one.has_samples_of(other)
+
+
 def test_batches_have_the_same_samples_whatever_their_microbatches():
     def batch(*microbatches):
         ids = [i for arrays in microbatches for i in row_ids(arrays)]
