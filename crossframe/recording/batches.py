@@ -2,11 +2,12 @@
 each of its arrays.
 
 All depend on values alone. The same numbers as int32 or int64, or as float32 or float64, and the same arrays in any order, give
-the same result, so that loops in torch and JAX agree on their batches.
+the same result, so that loops in torch and JAX agree on their batches. A mask, an array of samples and positions that is zero at
+padding, makes the numbers of samples and arrays independent of how far a microbatch is padded; the digest has the padding too.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -31,12 +32,13 @@ def digest_of(arrays: Iterable[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
 
 
-def row_ids(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
+def row_ids(arrays: Iterable[np.ndarray], mask: int | None = None) -> tuple[int, ...]:
     """A number below 2^63 for each sample of a batch, which depends on the values of its rows only.
 
     Args:
         arrays: the arrays of the batch. The first array that has dims determines the number of samples, and arrays with that
             leading dim are read; if none has dims there are no samples. Samples with equal values have equal numbers.
+        mask: the index of the mask among the arrays.
 
     >>> batch = np.random.default_rng(0).normal(size=(4, 3))
     >>> row_ids([batch])[2:] == row_ids([batch[2:]])
@@ -44,16 +46,18 @@ def row_ids(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
     """
     given = [np.asarray(array) for array in arrays]
     sizes = [array.shape[0] for array in given if array.ndim]
-    found = [0] * (sizes[0] if sizes else 0)
+    found, kept = [0] * (sizes[0] if sizes else 0), _kept(given, mask)
     for array in given:
         if array.ndim and array.shape[0] == len(found):
-            for i, row in enumerate(array):
+            for i, row in enumerate(_rows(array, kept)):
                 # A sum does not depend on the order of the arrays.
                 found[i] += _number(row)
     return tuple(number % 2**63 for number in found)
 
 
-def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, int], ...]:
+def inputs_of(
+    microbatches: Sequence[Sequence[np.ndarray]], masks: Sequence[int | None] = ()
+) -> tuple[tuple[int, int], ...]:
     """Two numbers below 2^63 for each array that a model is called with: of its distinct rows, and of their order too.
 
     They do not depend on how a batch is divided into microbatches. A row that is the same in every microbatch, such as positions,
@@ -61,6 +65,7 @@ def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, 
 
     Args:
         microbatches: the arrays of each call, in the same order.
+        masks: the index of the mask in each call; empty if there are none.
 
     >>> tokens, positions = np.arange(12).reshape(4, 3), np.arange(3)[None]
     >>> whole = inputs_of([[tokens, positions]])
@@ -70,10 +75,12 @@ def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, 
     [True, False]
     """
     found = []
+    kept = [_kept(arrays, mask) for arrays, mask in zip_longest(microbatches, masks)]
     for arrays in zip_longest(*microbatches):
         rows: dict[int, None] = {}
-        for array in (np.asarray(each) for each in arrays if each is not None):
-            rows.update(dict.fromkeys(map(_number, array if array.ndim else ())))
+        for array, keep in zip(arrays, kept, strict=True):
+            if array is not None and np.ndim(array):
+                rows.update(dict.fromkeys(map(_number, _rows(np.asarray(array), keep))))
         if not rows:
             continue
         order = hashlib.blake2b(digest_size=8)
@@ -81,6 +88,21 @@ def inputs_of(microbatches: Sequence[Sequence[np.ndarray]]) -> tuple[tuple[int, 
             order.update(number.to_bytes(8, "little"))
         found.append((sum(rows) % 2**63, int.from_bytes(order.digest(), "little") % 2**63))
     return tuple(found)
+
+
+def _kept(arrays: Sequence[np.ndarray], mask: int | None) -> np.ndarray | None:
+    """Which positions of each sample are no padding; None if there is none. A mask with gaps states something else."""
+    keep = None if mask is None else np.asarray(arrays[mask]) != 0
+    if keep is None or keep.ndim != 2 or keep.all():
+        return None
+    num_edges = np.diff(np.pad(keep, ((0, 0), (1, 1)))).sum(1)
+    return keep if (num_edges == 2).all() else None
+
+
+def _rows(array: np.ndarray, keep: np.ndarray | None) -> Iterator[np.ndarray]:
+    """The samples of an array, without padding if it has the positions of the mask."""
+    for i, row in enumerate(array):
+        yield row if keep is None or array.shape[:2] != keep.shape else row[keep[i]]
 
 
 def _number(row: np.ndarray) -> int:

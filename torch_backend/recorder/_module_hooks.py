@@ -5,7 +5,7 @@ when they ran first. Gradients are taken either way: hooks of tensors fire where
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,8 @@ class Sink:
     def begins(self) -> None:
         """The first forward of a model is about to begin."""
 
-    def batch(self, tensors: list[Tensor]) -> None:
-        """A microbatch begins: what forward was given."""
+    def batch(self, tensors: list[Tensor], mask: int | None) -> None:
+        """A microbatch begins: what forward was given, and the index of the mask in it."""
 
     def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         """The first floating tensor that a module was given, or gave, and the operator that computed it ("": not known)."""
@@ -83,6 +83,12 @@ class Hook:
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
+
+
+def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
+    """The index of `attention_mask`, of keyword arguments or of a batch, among tensors: models know padding by this name."""
+    mask = named.get("attention_mask") if isinstance(named, Mapping) else None
+    return next((i for i, each in enumerate(tensors) if each is mask), None)
 
 
 def in_backward() -> bool:
@@ -288,11 +294,12 @@ class Watch:
         self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
-            inputs = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
             self._came = {_storage_of(each) for each in inputs}
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
-            self._report(self._sink.batch, [each for each in inputs if not self._is_carried(each)] or inputs)
+            batch = [each for each in inputs if not self._is_carried(each)] or inputs
+            self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import ModelView, view_of
-from torch_backend.recorder._module_hooks import Sink, Watch, quietly
+from torch_backend.recorder._module_hooks import Sink, Watch, mask_in, quietly
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
@@ -43,6 +44,7 @@ class _StepArguments:
 
     loss: list[Tensor | float]
     microbatches: list[list[Tensor]]
+    masks: Sequence[int | None] = ()
     digest: str | None = None
     sample_ids: Sequence[int] | None = None
     rates: Sequence[Tensor | float] = ()
@@ -176,6 +178,7 @@ class Recorder(Sink, Listener):
         """Reset the values of the step."""
         self._losses: list[Tensor | float] = []
         self._microbatches: list[list[Tensor]] = []
+        self._masks: list[int | None] = []
         self._norm: Tensor | float | None = None
         self._has_grads = False
         # The loss scale of a GradScaler, which multiplies local gradients.
@@ -284,10 +287,11 @@ class Recorder(Sink, Listener):
         with quietly():
             self._begun()
 
-    def batch(self, tensors: list[Tensor]) -> None:
+    def batch(self, tensors: list[Tensor], mask: int | None) -> None:
         if self._watch.is_dense:
             self._begun().batch(self._step, tensors)
         self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
+        self._masks.append(mask)
 
     def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         self._begun().activation(self._step, microbatch, module, use, value, operator)
@@ -404,12 +408,15 @@ class Recorder(Sink, Listener):
         if isinstance(batch, str):
             if sample_ids is None and not self._microbatches:
                 raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
-            return _StepArguments(losses, self._microbatches, batch, sample_ids)
-        microbatches = self._microbatches if batch is None else [list(tensors_in(batch))]
+            return _StepArguments(losses, self._microbatches, (), batch, sample_ids)
+        microbatches, masks = self._microbatches, self._masks
+        if batch is not None:
+            microbatches = [list(tensors_in(batch))]
+            masks = [mask_in(batch, microbatches[0])]
         if not any(microbatches):
             where = "" if pipeline is None else "on the first stage "
             raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
-        return _StepArguments(losses, microbatches, None, sample_ids)
+        return _StepArguments(losses, microbatches, masks, None, sample_ids)
 
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
@@ -432,8 +439,8 @@ class Recorder(Sink, Listener):
             digest = arguments.digest or digest_of([array for some in arrays for array in some])
             ids = arguments.sample_ids
             if ids is None:
-                ids = [i for some in arrays for i in row_ids(some)]
-            writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays))
+                ids = [i for some, mask in zip_longest(arrays, arguments.masks) for i in row_ids(some, mask)]
+            writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays, arguments.masks))
             writer.loss(step, loss)
             writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._waiting = []

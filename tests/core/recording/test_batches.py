@@ -61,6 +61,30 @@ def test_numbers_next_to_samples_are_none_of_them():
     assert one.digest != other.digest and one.has_samples_of(other)
 
 
+def test_padding_is_no_part_of_a_sample():
+    lengths = np.array([3, 1, 2, 3])
+    labels = TOKENS + 100
+
+    def padded(rows, length, *, left=False):
+        """Tokens, the mask and labels of some samples."""
+        found = [np.full((len(rows), length), value) for value in (7, 0, -1)]
+        for i, row in enumerate(rows):
+            real = slice(length - lengths[row], length) if left else slice(lengths[row])
+            for array, values in zip(found, (TOKENS, np.ones_like(TOKENS), labels), strict=True):
+                array[i, real] = values[row, : lengths[row]]
+        return found
+
+    whole, ids = padded(range(4), 3), row_ids(padded(range(4), 3), 1)
+    for length, left in ((3, True), (5, False), (6, True)):
+        assert row_ids(padded(range(4), length, left=left), 1) == ids != row_ids(padded(range(4), length, left=left))
+    halves = [padded([0, 1], 4), padded([2, 3], 5)]
+    assert inputs_of(halves, [1, 1]) == inputs_of([whole], [1]) != inputs_of(halves)
+    whole[0][2, 1] += 1  # a token
+    assert [a == b for a, b in zip(row_ids(whole, 1), ids, strict=True)] == [True, True, False, True]
+    gaps = [TOKENS, np.array([[1, 0, 1]] * 4)]  # what a model does not see in the middle is no padding
+    assert row_ids(gaps, 1) == row_ids(gaps)
+
+
 def test_batches_have_the_same_samples_whatever_their_microbatches():
     def batch(*microbatches):
         ids = [i for arrays in microbatches for i in row_ids(arrays)]

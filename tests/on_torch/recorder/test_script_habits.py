@@ -229,3 +229,57 @@ def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path, copied):
 
     a, b = run("a", reordered=False), run("b", reordered=True)
     assert compare(a, b).verdict is Verdict.ROUNDING, compare(a, b).reason
+
+
+class Masked(nn.Module):
+    """Sums the embeddings of the tokens that are no padding, as models of transformers are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, num_items: Tensor) -> Tensor:
+        found = self.head(torch.tanh((self.embed(input_ids) * attention_mask[..., None]).sum(1)))
+        return nn.functional.cross_entropy(found, input_ids[:, 0], reduction="sum") / num_items
+
+
+LENGTHS = (5, 2, 3, 1)
+
+
+@pytest.fixture(scope="module")
+def run_padded(tmp_path_factory):
+    def run(*microbatches, num_items=4) -> Recording:
+        """Two steps; a microbatch, which is a range of samples, is padded to its longest one."""
+        torch.manual_seed(0)
+        model = Masked().double()
+        made = torch.optim.AdamW(model.parameters(), 1e-2)
+        texts = [torch.randint(WORDS, (length,)) for length in LENGTHS]
+        directory = tmp_path_factory.mktemp("padded") / "run"
+        with Recorder(directory, model=model, optimizer=made, name="net") as recorder:
+            for _ in range(2):
+                for start, stop in microbatches:
+                    tokens = nn.utils.rnn.pad_sequence(texts[start:stop], batch_first=True)
+                    lengths = torch.tensor(LENGTHS[start:stop])[:, None]
+                    mask = (torch.arange(tokens.shape[1]) < lengths).long()
+                    model(input_ids=tokens, attention_mask=mask, num_items=torch.tensor(num_items)).backward()
+                made.step()
+                made.zero_grad()
+                recorder.step()
+        return Recording.open(directory)
+
+    return run
+
+
+def test_padding_by_microbatch_is_rounding(run_padded):
+    whole, halves = run_padded((0, 4)), run_padded((0, 2), (2, 4))
+    one, other = (recording.batch(0, 0) for recording in (whole, halves))
+    assert one.digest != other.digest and one.sample_ids == other.sample_ids and one.has_samples_of(other)
+    found = compare(whole, halves)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+def test_another_number_of_items_is_a_bug_in_the_loss(run_padded):
+    found = compare(run_padded((0, 4)), run_padded((0, 4), num_items=2))
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.event) == (0, "loss")
