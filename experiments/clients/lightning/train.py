@@ -17,6 +17,9 @@ parser.add_argument("--strategy", choices=["fsdp1", "fsdp2", "ddp", "auto"], def
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--batch", type=int, default=4, help="Samples of a rank and microbatch.")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument(
+    "--in-order", action="store_true", help="Take images in order: lightning's own sampler shuffles them."
+)
 parser.add_argument("--mistake", action="store_true", help="Give no sampler to ranks: each trains on the same images.")
 options = parser.parse_args()
 
@@ -28,7 +31,7 @@ if options.fsdp == "crossframe":
 import lightning  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
 
 
 class Block(nn.Module):
@@ -100,14 +103,16 @@ def main() -> None:
         strategy=strategies[options.strategy](),
         max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
-        use_distributed_sampler=not options.mistake,
+        use_distributed_sampler=not (options.mistake or options.in_order),
         default_root_dir=tempfile.mkdtemp(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(), DataLoader(TensorDataset(images, labels), batch_size=options.batch))
+    data = TensorDataset(images, labels)
+    sampler = DistributedSampler(data, ranks, int(os.environ["RANK"]), shuffle=False) if options.in_order else None
+    trainer.fit(Classifier(), DataLoader(data, batch_size=options.batch, sampler=sampler))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ parser.add_argument("--fsdp", choices=["torch", "crossframe"], default="torch")
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--microbatches", type=int, default=1)
+parser.add_argument("--by-rank", action="store_true", help="A rank has the same samples in any number of microbatches.")
+parser.add_argument("--same-start", action="store_true", help="Draw whole parameters: on a CPU, DTensor draws shards.")
 parser.add_argument(
     "--mistake", action="store_true", help="Divide gradients by the ranks, although the loss is divided by all tokens."
 )
@@ -36,6 +38,7 @@ torch.cpu.memory_stats = lambda device=None: {}
 torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda device=None: None
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -63,10 +66,17 @@ class RandomTokens(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            rows = [self._sample((self.at * self.size + self.rank) * self.local + i) for i in range(self.local)]
+            rows = [self._sample(self._first() + i) for i in range(self.local)]
             tokens = torch.stack(rows)
             self.at += 1
             yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+    def _first(self) -> int:
+        """The number of the first sample of a microbatch."""
+        if not options.by_rank:
+            return (self.at * self.size + self.rank) * self.local
+        step, microbatch = divmod(self.at, options.microbatches)
+        return ((step * self.size + self.rank) * options.microbatches + microbatch) * self.local
 
     def _sample(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -110,6 +120,17 @@ def parallelize(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
     return model
 
 
+@torch.no_grad()
+def start(model: torch.nn.Module) -> None:
+    """Initial values that do not depend on the sharding."""
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        drawn = 0.02 * torch.randn(param.shape, generator=generator) + (param.ndim == 1)
+        if isinstance(param, DTensor):
+            drawn = distribute_tensor(drawn, param.device_mesh, param.placements)
+        param.copy_(drawn)
+
+
 def main() -> None:
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel")
@@ -134,6 +155,8 @@ def main() -> None:
     config.debug.seed = 0
     config.debug.deterministic = True
     trainer = config.build()
+    if options.same_start:
+        start(trainer.model_parts[0])
     trainer.train()
     trainer.close()
     torch.distributed.destroy_process_group()
