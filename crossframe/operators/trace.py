@@ -142,13 +142,15 @@ class Trace:
         Raises:
             RecordingError: the file does not exist or is not a trace.
         """
+        operators: list[Operator] = []
         try:
-            objects = [parse_json(line) for line in path.read_bytes().splitlines()]
-            *operators, last = objects
-            return cls(
-                [Operator.from_json(index, fields) for index, fields in enumerate(operators)],
-                [Signature.from_json(fields) for fields in last["results"]],
-            )
+            with open(path, "rb") as file:
+                for line in file:
+                    fields = parse_json(line)
+                    if "results" in fields:
+                        return cls(operators, [Signature.from_json(each) for each in fields["results"]])
+                    operators.append(Operator.from_json(len(operators), fields))
+            raise ValueError("it has no results, so it was cut off")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordingError(
                 f"{quote_path(path)}: expected a trace of operators, but {error}; trace again"

@@ -12,6 +12,7 @@ from rich.console import Console
 import crossframe
 from crossframe.cli.explain import answer
 from crossframe.draw.operators import operators_svg
+from crossframe.errors import RecordingError
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of, source
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
@@ -144,3 +145,29 @@ def test_operators_near_the_difference_are_drawn():
     assert kinds.count("outline") == 4 and kinds.count("hatch-waiting") == 2  # mul and add differ, mul is the first
     dashed = [each for each in drawn.iter(f"{SVG}path") if "dashed" in (each.get("class") or "")]
     assert len(dashed) == 1  # exp has the same output in both
+
+
+@pytest.mark.parametrize("change", ["noise", "larger", "smaller"])
+def test_partners_are_found_among_many_values_of_one_size(change):
+    rng, tolerance = np.random.default_rng(0), 1e-2
+    values = [float(np.exp(rng.normal())) * rng.normal(size=(40, 50)) for _ in range(30)]
+
+    def moved(value):
+        noise = rng.normal(size=value.shape) * np.linalg.norm(value) / np.sqrt(value.size)
+        return value + 0.5 * tolerance * {"noise": noise, "larger": value, "smaller": -value}[change]
+
+    others = [moved(value) for value in values]
+    a, b = (trace(*(("relu", (), value) for value in side)) for side in (values, others))
+    assert find(a, b, tolerance).num_matched == (30, 30)
+    assert find(a, b, tolerance / 10).num_matched == (0, 0)
+
+
+def test_a_trace_that_was_cut_off_is_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    made = trace(("exp", (X,), np.exp(X)))
+    made.write(path)
+    found = Trace.read(path)
+    assert (list(found.operators), list(found.results)) == (list(made.operators), list(made.results))
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(RecordingError, match=r"expected a trace of operators, but it has no results.*trace again"):
+        Trace.read(path)
