@@ -167,6 +167,21 @@ class Rearrangement:
         """
         return _shape(self.right, self._fit(shape))
 
+    def places(self, shape: tuple[int, ...], places: np.ndarray) -> np.ndarray:
+        """The places in the flattened result of elements of a flattened array of this shape, all of which it takes.
+
+        >>> Rearrangement("a b -> b a").places((2, 3), np.arange(6)).tolist()
+        [0, 2, 4, 1, 3, 5]
+        """
+        assert not (self._parsed.cuts or self._parsed.pads or self._parsed.joint), self.text
+        sizes = self._fit(shape)
+        names = [name for dim in self.left for name in dim]
+        if not names:
+            return places
+        at = dict(zip(names, np.unravel_index(places, [sizes[name] for name in names]), strict=True))
+        after = [name for dim in self.right for name in dim]
+        return np.ravel_multi_index([at[name] for name in after], [sizes[name] for name in after])
+
     def join(self, parts: Sequence[Any]) -> Any:
         """The parameter from the parts of its arrays."""
         whole = parts[0]

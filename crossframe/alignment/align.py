@@ -22,11 +22,13 @@ from crossframe.alignment.equal_values import (
     split_bias,
 )
 from crossframe.alignment.joined import inside, join_and_pad
-from crossframe.alignment.matching import VALUES, Arrays, Matching, varies
+from crossframe.alignment.matching import SAMPLES, VALUES, Arrays, Matching, varies
 from crossframe.alignment.order_of_dims import pair
+from crossframe.alignment.sampled import members, parts_of
+from crossframe.alignment.summary import Summary
 from crossframe.dtypes import coarser, numpy_dtype
 from crossframe.errors import MappingError
-from crossframe.param_map import ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Alignment:
 
     Attributes:
         param_map: the decided ones, in the order of the first model.
-        evidence: what decided each, by name: VALUES, GRADIENTS or MODULES; where a fault may be, also the order of USE, SIMILAR
-            gradients, or equal NAMES in corresponding modules.
+        evidence: what decided each, by name: VALUES, SAMPLES, GRADIENTS or MODULES; where a fault may be, also the order of USE,
+            SIMILAR gradients, or equal NAMES in corresponding modules.
         undecided: the others.
     """
 
@@ -81,8 +83,8 @@ def align(
     """Find the parameters of the second model for each of the first one.
 
     Args:
-        first: initial values by canonical name.
-        second: initial values by path.
+        first: initial values by canonical name, as arrays or all as summaries (`alignment.models.summarized`).
+        second: initial values by path, likewise.
         gradients: those of the first step, for parameters whose values are all equal; parameters may be missing.
         may_differ: whether a fault may have changed the gradients. Parameters that they do not tell apart are then those that are
             used after the same ones, whose gradients are the most similar, or that have equal names in corresponding modules.
@@ -95,6 +97,8 @@ def align(
     """
     if not first or not second:
         raise MappingError("expected parameters in both models")
+    if isinstance(next(iter(first.values())), Summary):
+        return _aligned(Matching(first, second, gradients or ({}, {}), may_differ=may_differ, uses=uses))
     dtype = coarser(*(array.dtype.name for side in (first, second) for array in side.values()))
     one, other = ({n: v.astype(numpy_dtype(dtype), copy=False) for n, v in side.items()} for side in (first, second))
     return _aligned(Matching(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses))
@@ -114,13 +118,17 @@ def align_either_way(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arr
 
 
 def _aligned(matching: Matching) -> Alignment:
-    matching.unstack()
+    if not matching.summarized:
+        matching.unstack()
     groups = matching.groups()
     for several in (True, False):  # the weights of a module decide about the order of its biases
         for names, paths in groups:
             if len(names) == len(paths) == 1 and varies(matching.first[names[0]]) == several:
                 pair(matching, names[0], paths[0], VALUES)
-    join_and_pad(matching)
+    if matching.summarized:
+        _add_parts(matching)
+    else:
+        join_and_pad(matching)
     matching.open_varied = tuple(
         [each for each in names if varies(side[each])]
         for names, side in zip((matching.open_names(), matching.open_paths()), matching.sides(), strict=True)
@@ -142,6 +150,27 @@ def _aligned(matching: Matching) -> Alignment:
     return Alignment(ParamMap(entries), matching.evidence, tuple(_undecided(matching)))
 
 
+def _add_parts(matching: Matching) -> None:
+    """Add the parameters whose elements are those of an array in which they are stacked or joined, as samples show."""
+    for path in matching.open_paths():
+        open_names = {name: matching.first[name] for name in matching.open_names()}
+        smaller = {
+            name: each for name, each in open_names.items() if varies(each) and each.size < matching.second[path].size
+        }
+        for name, pattern in (parts_of(matching.second[path], smaller) or {}).items():
+            entry = MapEntry(name, path, pattern)
+            assert matching.fits_shape(entry), entry
+            matching.add(entry, SAMPLES)
+
+
+def _inside(matching: Matching, path: str) -> tuple[str, ...]:
+    """The parameters of the first model that an array consists of, which no pattern states."""
+    if not matching.summarized:
+        return inside(matching, path)
+    names = {name: matching.first[name] for name in matching.open_names() if varies(matching.first[name])}
+    return tuple(members(matching.second[path], names))
+
+
 def _undecided(matching: Matching) -> list[Undecided]:
     """What is open: groups with the same elements, then each parameter that has no counterpart."""
     found = []
@@ -150,19 +179,21 @@ def _undecided(matching: Matching) -> list[Undecided]:
         paths = [path for path in paths if path not in matching.owners]
         if names and paths:
             varied = len(names) == len(paths) == 1 and varies(matching.first[names[0]])
-            found.append(Undecided(tuple(names), tuple(paths), _OTHER_ORDER if varied else _SAME_VALUES))
+            why = _IN_FULL[_OTHER_ORDER] if varied and matching.summarized else _OTHER_ORDER if varied else _SAME_VALUES
+            found.append(Undecided(tuple(names), tuple(paths), why))
     reported = {each for undecided in found for each in (*undecided.names, *undecided.paths)}
     for path in matching.open_paths():
-        if path not in reported and (names := inside(matching, path)):
-            found.append(Undecided(names, (path,), _INSIDE))
+        if path not in reported and (names := _inside(matching, path)):
+            found.append(Undecided(names, (path,), _IN_FULL[_INSIDE] if matching.summarized else _INSIDE))
             reported |= {*names, path}
+    alone = _IN_FULL[_ALONE] if matching.summarized else _ALONE
     aligned = {matching.signature(0, name): name for name in matching.entries}
     for name in matching.open_names():
         if name not in reported:
             tied = aligned.get(matching.signature(0, name))
-            why = f"equal to {tied!r}; leave it out if the two are tied" if tied else _ALONE
+            why = f"equal to {tied!r}; leave it out if the two are tied" if tied else alone
             found.append(Undecided((name,), (), why))
-    return found + [Undecided((), (path,), _ALONE) for path in matching.open_paths() if path not in reported]
+    return found + [Undecided((), (path,), alone) for path in matching.open_paths() if path not in reported]
 
 
 _SAME_VALUES = (
@@ -172,3 +203,10 @@ _SAME_VALUES = (
 _OTHER_ORDER = "the same elements in another order, which no rearrangement of dims explains"
 _INSIDE = "the path has these parameters as its rows in an order that no pattern states; split it"
 _ALONE = "no counterpart has the same elements; were both models given the same initial values?"
+_FULL = "recordings of the first step in full (--detail full) or checkpoints decide"
+_IN_FULL = {
+    _OTHER_ORDER: f"the same elements in an order that their samples do not decide; {_FULL}",
+    _INSIDE: f"the path has the elements of these parameters, in an order that their samples do not decide; {_FULL}",
+    _ALONE: f"no counterpart has the same elements, as far as sketches tell; if it is padded or of another dtype, {_FULL}",
+}
+"""What is open between recordings in sketches."""

@@ -21,6 +21,7 @@ from crossframe.alignment.matching import (
 from crossframe.alignment.module_names import enclosing, first_part, is_in, module_of
 from crossframe.alignment.order_of_dims import is_near, pair
 from crossframe.alignment.portions import bias_text
+from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 
@@ -210,6 +211,9 @@ def _enclosing_known(matching: Matching, name: str, known: Iterable[str]) -> str
 
 
 def _directions(names: Sequence[str], gradients: Arrays) -> np.ndarray:
-    """Gradients of one size as rows of norm 1; of norm 0 if they are zero."""
-    rows = np.stack([gradients[name].astype(np.float64).reshape(-1) for name in names])
+    """Gradients of one size, or the sums of their sketches, as rows of norm 1; of norm 0 if they are zero."""
+    given = [gradients[name] for name in names]
+    rows = np.stack(
+        [each.sketch.sums if isinstance(each, Summary) else each.astype(np.float64).reshape(-1) for each in given]
+    )
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)

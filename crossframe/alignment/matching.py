@@ -5,19 +5,25 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from crossframe.alignment.portions import indexed_text
-from crossframe.alignment.slices import axis_signatures, element_hashes
+from crossframe.alignment.slices import axis_signatures
 from crossframe.alignment.solve import same_bits
 from crossframe.alignment.stacks import Slice, slices_of
+from crossframe.alignment.summary import Summary
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
+from crossframe.recording.hashing import element_hashes
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, Any]
+"""numpy arrays by name; or a `Summary` for each, if a recording has one of them as a sketch."""
 VALUES, GRADIENTS, MODULES, USE, SIMILAR, NAMES = "values", "gradients", "modules", "use", "similar", "names"
+SAMPLES = "samples"
+"""The values of a sample and their places, and a signature of all values in any order."""
 NEAR, FAR = 0.01, 0.5
 """Gradients of one parameter differ by rounding, those of two by about their norms. Relative distances below the first one and
 above the second one decide."""
@@ -36,6 +42,7 @@ class Matching:
         places: of both models, the place of each module in the order of use.
         slices: where each slice lies in an array of the second model.
         open_varied: of both models, the parameters with several values that have no counterpart.
+        summarized: whether there are summaries instead of arrays.
     """
 
     def __init__(
@@ -47,7 +54,10 @@ class Matching:
         may_differ: bool,
         uses: tuple[Sequence[str], Sequence[str]],
     ) -> None:
-        self.first, self.second, self.gradients, self.may_differ = first, second, gradients, may_differ
+        self.first: Arrays = first
+        self.second: Arrays = second
+        self.gradients, self.may_differ = gradients, may_differ
+        self.summarized = isinstance(next(iter(first.values())), Summary)
         self.entries: dict[str, MapEntry] = {}
         self.evidence: dict[str, str] = {}
         self.owners: dict[str, tuple[str, ...]] = {}
@@ -108,6 +118,8 @@ class Matching:
         return self._known[side, name]
 
     def signature(self, side: int, name: str) -> int:
+        if self.summarized:
+            return self.sides()[side][name].signature
         return int(self.signatures(side, name)[()][0])
 
     def add(self, entry: MapEntry, evidence: str) -> None:
@@ -118,6 +130,11 @@ class Matching:
     def add_verified(self, entries: Sequence[MapEntry], evidence: str = VALUES) -> bool:
         """Add entries if all their values agree."""
         for entry in entries:
+            if self.summarized:  # all of one value: those of samples are added by `add`
+                values = [self.first[entry.name], *(self.second[path] for path in entry.paths)]
+                if not self.fits_shape(entry) or not all(same_value(values[0], value) for value in values):
+                    return False
+                continue
             form = Rearrangement(entry.pattern) if entry.pattern else None
             wanted = self.first[entry.name]
             try:
@@ -137,7 +154,7 @@ class Matching:
         name, (ours, theirs) = entry.name, self.gradients
         if not self.fits_shape(entry):
             return False
-        if self.may_differ or name not in ours or not theirs.keys() >= set(entry.paths):
+        if self.may_differ or self.summarized or name not in ours or not theirs.keys() >= set(entry.paths):
             return True
         made = entry.to_canonical(*(theirs[path] for path in entry.paths))
         return not relative_distance(ours[name], made) > NEAR
@@ -160,18 +177,26 @@ def num_wide(shape: tuple[int, ...]) -> int:
     return sum(size > 1 for size in shape)
 
 
-def varies(array: np.ndarray) -> bool:
+def varies(array: np.ndarray | Summary) -> bool:
     """Whether not all elements are equal."""
+    if isinstance(array, Summary):
+        return array.size > 0 and array.value is None
     return array.size > 0 and bool((array != array.flat[0]).any())
 
 
-def same_value(array: np.ndarray, other: np.ndarray) -> bool:
+def same_value(array: np.ndarray | Summary, other: np.ndarray | Summary) -> bool:
     """Whether all elements of both arrays have one value."""
-    return array.size > 0 < other.size and not varies(array) and not varies(other) and array.flat[0] == other.flat[0]
+    if not array.size > 0 < other.size or varies(array) or varies(other):
+        return False
+    one, another = (each.value if isinstance(each, Summary) else each.flat[0] for each in (array, other))
+    return one == another
 
 
-def relative_distance(array: np.ndarray, other: np.ndarray) -> float:
-    """norm(array - other) / norm(array); NaN if the first one is zero."""
+def relative_distance(array: np.ndarray | Summary, other: np.ndarray | Summary) -> float:
+    """norm(array - other) / norm(array); NaN if the first one is zero. Of summaries it is an estimate."""
+    if isinstance(array, Summary) or isinstance(other, Summary):
+        assert isinstance(array, Summary) and isinstance(other, Summary)
+        return array.distance(other)
     x, y = array.astype(np.float64), other.astype(np.float64)
     norm = float(np.linalg.norm(x))
     return float(np.linalg.norm(x - y)) / norm if norm > 0 else math.nan

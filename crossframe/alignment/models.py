@@ -6,6 +6,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from crossframe.alignment.matching import Arrays
+from crossframe.alignment.summary import Summary
 from crossframe.checkpoint import INDEX, MODEL, read, whole_tensors
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError
@@ -14,17 +15,36 @@ from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.shapes.stored import STORED_DTYPES, SUFFIX, is_recording
 
 
-def read_model(path: Path) -> tuple[Arrays, Arrays]:
-    """(initial values, gradients of the first step) by name. There are gradients in dense recordings alone.
+def read_models(paths: tuple[Path, Path]) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """(initial values, gradients of the first step) by name of two models. Recordings alone have gradients.
 
     Raises:
         CheckpointError: a damaged checkpoint.
-        RecordingError: a damaged recording, or one without the values of parameters.
+        RecordingError: a damaged recording, or one without the initial values of parameters.
         UsageError: no recording, no checkpoint, and no safetensors files with floating tensors.
     """
+    return alike(*map(_read, paths))
+
+
+def _read(path: Path) -> tuple[Arrays, Arrays]:
     if is_recording(path):
         return read_recorded(Recording.open(path, partial=True))
     return (whole_tensors(read(path), MODEL) if (path / INDEX).is_file() else _safetensors(path)), {}
+
+
+def alike(
+    first: tuple[Arrays, Arrays], second: tuple[Arrays, Arrays]
+) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """Values and gradients of two models, as summaries if one of them has a summary."""
+    models = (first, second)
+    if not any(isinstance(each, Summary) for values, _ in models for each in values.values()):
+        return models
+    summaries = [tuple({name: _summary(each) for name, each in side.items()} for side in model) for model in models]
+    return summaries[0], summaries[1]  # type: ignore[return-value]
+
+
+def _summary(each: np.ndarray | Summary) -> Summary:
+    return each if isinstance(each, Summary) else Summary.of(each)
 
 
 def _safetensors(path: Path) -> Arrays:
@@ -46,23 +66,29 @@ def _safetensors(path: Path) -> Arrays:
 
 
 def read_recorded(recording: Recording) -> tuple[Arrays, Arrays]:
-    """(initial values, gradients of the first step) of a recording by name.
+    """(initial values, gradients of the first step) of a recording by name; those that were recorded as sketches as summaries.
 
     Raises:
-        RecordingError: damaged, or without the values of parameters.
+        RecordingError: damaged, or with sketches of parameters without samples.
     """
     names, path = recording.manifest.params, recording.directory
     if not recording.num_steps:
         raise RecordingError(f"{path}: expected one complete step, got none")
-    if sketched := [name for name in names if recording.is_sketched(PARAMETERS, 0, name)]:
-        raise RecordingError(
-            f"{path}: expected the elements of parameters, but {sketched[0]!r} was recorded as a sketch, as those of models with "
-            "more than a million parameters are; record in full (--detail full, or detail='full'), or align checkpoints"
-        )
-    values = {name: recording.full(PARAMETERS, 0, name) for name in names}
-    gradients = {
-        name: recording.full(REDUCE, 0, name)
-        for name in names
-        if recording.has(REDUCE, 0, name) and not recording.is_sketched(REDUCE, 0, name)
-    }
-    return values, gradients
+    values: dict[str, np.ndarray | Summary] = {}
+    for name in names:
+        if not recording.is_sketched(PARAMETERS, 0, name):
+            values[name] = recording.full(PARAMETERS, 0, name)
+        elif (sample := recording.sample(name)) is None:
+            raise RecordingError(
+                f"{path}: expected the elements or samples of parameters, but {name!r} was recorded as a sketch alone, as in "
+                "goldens and up to format 6; record again with this version, in full (--detail full), or align checkpoints"
+            )
+        else:
+            values[name] = Summary(names[name].shape, recording.sketch(PARAMETERS, 0, name), sample)
+    return values, {name: _gradient(recording, name) for name in names if recording.has(REDUCE, 0, name)}
+
+
+def _gradient(recording: Recording, name: str) -> np.ndarray | Summary:
+    if recording.is_sketched(REDUCE, 0, name):
+        return Summary(recording.manifest.params[name].shape, recording.sketch(REDUCE, 0, name))
+    return recording.full(REDUCE, 0, name)

@@ -24,6 +24,7 @@ from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.recording.mapped import Activations, Of
+from crossframe.recording.sketch import Sketch
 
 T = TypeVar("T")
 _ROUNDINGS, _NEAR = 8, 1e-4
@@ -96,10 +97,14 @@ class _Side:
 
     def array(self, of: Of) -> np.ndarray | None:
         """The values of an activation in float64; None if they are a sketch or not finite."""
-        if self._recording.activation_sketch(self._step, 0, 0, *of) is not None:
+        if self.sketch(of) is not None:
             return None
         array = self._recording.activation(self._step, 0, 0, *of).astype(np.float64)
         return array if array.size and np.isfinite(array).all() else None
+
+    def sketch(self, of: Of) -> Sketch | None:
+        """The sketch of an activation; None if it has elements."""
+        return self._recording.activation_sketch(self._step, 0, 0, *of)
 
     def sums(self, of: Of) -> _Sums | None:
         """The sums of an activation, which are kept; None if it has no values."""
@@ -186,6 +191,8 @@ class _Matcher:
         if ours not in self._first.order or theirs not in self._second.order:
             return False
         a, b = self._first.sums(ours), self._second.sums(theirs)
+        if a is None and b is None:
+            return self._nearest(ours, theirs) is not None
         if a is None or b is None or a.numel != b.numel or not (a.tells and b.tells):
             return False
         apart = abs(a.norm - b.norm), abs(a.total - b.total) / a.numel**0.5
@@ -278,7 +285,11 @@ class _Matcher:
     def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
         """The rearrangement under which the values agree; None if there is none."""
         sums = self._first.sums(ours)
-        if sums is None or not sums.tells:
+        if sums is None:
+            same = Rearrangement.transposing(tuple(range(len(self._first.shape(ours)))))
+            apart = self._apart(ours, theirs, same)
+            return same if apart is not None and apart <= self._near else None
+        if not sums.tells:
             return None
         a, b = self._first.array(ours), self._second.array(theirs)
         if a is None or b is None or a.size != b.size:
@@ -313,8 +324,8 @@ class _Matcher:
         losses = self._first.loss, self._second.loss
         if not abs(losses[0] - losses[1]) <= _NEAR * abs(losses[0]):
             return False
-        a, b = self._first.array(ours), self._second.array(theirs)
-        if a is None or b is None or np.linalg.norm(a - form(b)) < _FAR * np.linalg.norm(a):
+        apart = self._apart(ours, theirs, form)
+        if apart is None or apart < _FAR:
             return False
         around = (
             (x, y)
@@ -326,9 +337,24 @@ class _Matcher:
 
     def _distance(self, ours: Of, theirs: Of) -> float:
         """The relative distance of two activations that agree."""
-        a, b, form = self._first.array(ours), self._second.array(theirs), self._nearest(ours, theirs)
-        assert a is not None and b is not None and form is not None
-        return float(np.linalg.norm(a - form(b)) / np.linalg.norm(a))
+        form = self._nearest(ours, theirs)
+        apart = None if form is None else self._apart(ours, theirs, form)
+        assert apart is not None
+        return apart
+
+    def _apart(self, ours: Of, theirs: Of, form: Rearrangement) -> float | None:
+        """norm(a - form(b)) / norm(a) of two activations, an estimate if they are sketches; None if it is not known."""
+        x, y = self._first.sketch(ours), self._second.sketch(theirs)
+        if x is not None and y is not None:
+            # Up to format 6 sketches of modules with different names have different keys.
+            in_order = form.is_identity and self._first.shape(ours) == self._second.shape(theirs) and x.seed == y.seed
+            is_finite = not x.num_not_finite and not y.num_not_finite
+            return x.distance(y) / x.norm if in_order and is_finite and x.norm > 0 else None
+        a, b = self._first.array(ours), self._second.array(theirs)
+        if a is None or b is None:
+            return None
+        norm = float(np.linalg.norm(a))
+        return float(np.linalg.norm(a - form(b))) / norm if norm > 0 else None
 
     def _likeliest(self, ours: Of, theirs: Of, known: Sequence[Rearrangement], *, agreed: bool) -> Rearrangement | None:
         """The rearrangement of values that differ: that of most activations of the same shapes, or none if shapes are equal.

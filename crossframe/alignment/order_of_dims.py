@@ -1,15 +1,21 @@
 """Adds pairs of parameters with the order of their dims, which values, gradients or the other parameters of a module show."""
 
 import math
+from typing import Any
 
 import numpy as np
 
-from crossframe.alignment.matching import FAR, NEAR, Matching, num_wide, relative_distance, varies
+from crossframe.alignment.matching import FAR, NEAR, SAMPLES, Matching, num_wide, relative_distance, varies
 from crossframe.alignment.module_names import module_of
 from crossframe.alignment.portions import bias_text
+from crossframe.alignment.sampled import order_of
 from crossframe.alignment.solve import rearrangements, solve
+from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
+
+_PROBES = 1 << 16
+"""The number of places at which a rearrangement is tested for whether it changes the order."""
 
 
 def pair(matching: Matching, name: str, path: str, evidence: str) -> bool:
@@ -17,7 +23,8 @@ def pair(matching: Matching, name: str, path: str, evidence: str) -> bool:
     found = _rearrangement(matching, name, path)
     if found is not None:
         identity = matching.first[name].shape == matching.second[path].shape and found.is_identity
-        matching.add(MapEntry(name, path, None if identity else found.text), evidence)
+        sampled = matching.summarized and varies(matching.first[name]) and not is_equal(matching, name, path)
+        matching.add(MapEntry(name, path, None if identity else found.text), SAMPLES if sampled else evidence)
     return found is not None
 
 
@@ -25,7 +32,7 @@ def _rearrangement(matching: Matching, name: str, path: str) -> Rearrangement | 
     """That of the values. If these fit several: the one that the gradients fit, or that joins or permutes dims as another
     parameter of the same module does."""
     array, other = matching.first[name], matching.second[path]
-    found = solve(array, other)
+    found = _solved(array, other)
     if found is None or varies(array):
         return found
     if num_wide(array.shape) == num_wide(other.shape) == 1:
@@ -40,6 +47,21 @@ def _rearrangement(matching: Matching, name: str, path: str) -> Rearrangement | 
     known = _joins_in_module(matching, name)
     alike = [each for each in fits if (joins := each.joins(other.shape)) and joins <= known]
     return alike[0] if len(alike) == 1 else None
+
+
+def _solved(array: Any, other: Any) -> Rearrangement | None:
+    """The rearrangement between two parameters with the same elements."""
+    if not isinstance(array, Summary):
+        return solve(array, other)
+    if varies(array):
+        return order_of(array, other)
+    fits = rearrangements(array.shape, other.shape)
+    return next((each for each in fits if array.shape != other.shape or each.is_identity), None)
+
+
+def is_equal(matching: Matching, name: str, path: str) -> bool:
+    """Whether sketches say that two parameters have the same elements in the same order."""
+    return matching.first[name].sketch.equals(matching.second[path].sketch)
 
 
 def _order_of_bias(matching: Matching, name: str, path: str, unchanged: Rearrangement) -> Rearrangement | None:
@@ -85,6 +107,10 @@ def distance(matching: Matching, name: str, path: str, found: Rearrangement | No
     gradient, other = matching.gradients[0].get(name), matching.gradients[1].get(path)
     if gradient is None or other is None or found is None:
         return math.nan
+    if isinstance(other, Summary):
+        probes = np.arange(min(other.size, _PROBES))
+        in_order = np.array_equal(found.places(other.shape, probes), probes)
+        return relative_distance(gradient, other) if in_order else math.nan
     return relative_distance(gradient, found(other))
 
 

@@ -11,18 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.hashing import mix
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-
-
-def element_hashes(array: np.ndarray) -> np.ndarray:
-    """A uint64 hash of the bits of each element, in the array's shape. -0.0 is 0.0."""
-    positive = np.ascontiguousarray(array + np.zeros((), array.dtype))
-    bits = positive.view(_UNSIGNED[array.dtype.itemsize])
-    return mix(bits.astype(np.uint64) * _ODD + _ODD)
-
 
 def axis_signatures(hashes: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """The signatures of the slices along some axes, flattened: the first axis varies slowest. Without axes, that of the array."""

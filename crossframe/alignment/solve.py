@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from crossframe.alignment.slices import axis_sets, axis_signatures, element_hashes
+from crossframe.alignment.slices import axis_sets, axis_signatures
 from crossframe.rearrange import Rearrangement
+from crossframe.recording.hashing import element_hashes
 
 Digit = tuple[int, int]
 """(size, stride) of one of the loops that an index consists of; the outermost comes first."""

@@ -33,7 +33,7 @@ from crossframe.recording.event_format import (
 from crossframe.recording.golden_file import Golden, distinct
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH
 from crossframe.recording.sketch import NUM_SUMS
-from crossframe.verdict.measure.values import activation_name, activation_values, assemble, rank_values
+from crossframe.verdict.measure.values import activation_values, assemble, rank_values
 from crossframe.verdict.spread import spread_of
 
 LEAST_SUMS = 8
@@ -140,17 +140,17 @@ def _write_activations(writer: RecordingWriter, recording: Recording, step: int)
     rank = writer.rank
     for at in recording.activations(step):
         microbatch, module, use = at
-        name, order = activation_name(at), recording.activation_order(step, rank, *at)
+        order = recording.activation_order(step, rank, *at)
         moved = None
         if order is not Order.TORCH:
             view = recording.with_channels_first([(module, use)])
-            moved = activation_values(view, step, rank, at).sketched(name)
+            moved = activation_values(view, step, rank, at).sketched()
         writer.activation(
             step,
             microbatch,
             module,
             use,
-            activation_values(recording, step, rank, at).sketched(name),
+            activation_values(recording, step, rank, at).sketched(),
             recording.activation_shape(step, rank, *at),
             order=order,
             moved=moved,
@@ -163,7 +163,7 @@ def _write_own(writer: RecordingWriter, recording: Recording, step: int) -> None
     for phase, write in ((UNSHARDED, writer.unsharded), (BACKWARD, writer.local_grads)):
         for name, unit in recording.manifest.unit_of.items():
             if recording.has(phase, step, name, writer.rank):
-                write(step, unit, {name: rank_values(recording, phase, step, writer.rank, name).sketched(name)})
+                write(step, unit, {name: rank_values(recording, phase, step, writer.rank, name).sketched()})
 
 
 def _write_whole(writer: RecordingWriter, recording: Recording, step: int, phase: str) -> None:
@@ -177,7 +177,7 @@ def _write_whole(writer: RecordingWriter, recording: Recording, step: int, phase
         for slot in recording.state_slots(step, name) if phase == STATE else ("",):
             if not numel or not recording.has(phase, step, name, use=slot):
                 continue
-            pieces = {name: (0, numel, assemble(recording, phase, step, name, slot, replica).sketched(name))}
+            pieces = {name: (0, numel, assemble(recording, phase, step, name, slot, replica).sketched())}
             if phase == STATE:
                 writer.state(step, unit, slot, pieces)
             else:

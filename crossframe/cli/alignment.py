@@ -4,11 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from crossframe.alignment import GRADIENTS, MODULES, VALUES, Alignment, unlike_other_layers
+from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, VALUES, Alignment, unlike_other_layers
 
 _MOST = 20
 _EVIDENCE = {
     VALUES: "their values",
+    SAMPLES: "a signature of all their values and the places of a sample",
     GRADIENTS: "the gradients of the first step",
     MODULES: "the module that they belong to",
 }

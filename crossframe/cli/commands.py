@@ -433,17 +433,19 @@ def map_models(
     """Find which parameter of one model is which of another, from equal initial values: names, dims and grouping may differ.
 
     Layers may be stacked in one array, projections joined, a vocabulary padded. Parameters whose values are all equal, such as
-    zeros, are told apart by the gradients of two recordings, or by their modules. Every entry is checked on all values. The names
-    are those of the first model, or of the second one if parameters of the first one consist of arrays of different dims.
+    zeros, are told apart by the gradients of two recordings, or by their modules. Every entry is checked on all values; of
+    recordings in sketches, those that only differ in names are, and others on a signature of all values and the places of a
+    sample. The names are those of the first model, or of the second one if parameters of the first one consist of arrays of
+    different dims.
 
     Exit status: 0 all parameters are decided, 1 some are not; they are listed with what would decide them.
     """
     from crossframe.alignment import align_either_way
-    from crossframe.alignment.models import read_model
+    from crossframe.alignment.models import read_models
     from crossframe.cli.alignment import print_alignment
 
     with exit_on_error():
-        (values, gradients), (other_values, other_gradients) = read_model(first), read_model(second)
+        (values, gradients), (other_values, other_gradients) = read_models((first, second))
         found, is_swapped = align_either_way(values, other_values, (gradients, other_gradients))
         named = second if is_swapped else first
         if output is not None:

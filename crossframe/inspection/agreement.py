@@ -103,7 +103,7 @@ def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], lis
             continue
         found += _parted(recording, step, UNSHARDED, f"unsharded value of {name!r}", name, sides)
         held = _held(recording, step, name, runs[0].dtype)
-        if held is not None and not found and not held.sketched(name).equals(sides[runs[0].rank].sketched(name)):
+        if held is not None and not found and not held.sketched().equals(sides[runs[0].rank].sketched()):
             edited.append(name)
     return found, edited
 
@@ -148,7 +148,7 @@ def _parted(
     kinds: dict[object, list[int]] = {}
     for rank, side in sides.items():
         elements = side.elements
-        key = side.sketched(name).fingerprint if elements is None else (elements.dtype.name, elements.tobytes())
+        key = side.sketched().fingerprint if elements is None else (elements.dtype.name, elements.tobytes())
         kinds.setdefault(key, []).append(rank)
     if len(kinds) < 2:
         return
@@ -160,7 +160,7 @@ def _parted(
     if usual.num_not_finite != other.num_not_finite:
         difference = np.inf
     elif usual.elements is None or other.elements is None:
-        difference = ratio(usual.sketched(name).distance(other.sketched(name)), size)
+        difference = ratio(usual.sketched().distance(other.sketched()), size)
     else:
         difference = ratio(distance(usual.elements, other.elements), size)
     yield _made(recording, step, phase, what, others, difference, by_majority)

@@ -140,7 +140,7 @@ def signature_of(array: np.ndarray, dtype: str = "", *, sketched: bool = True, c
         features += [np.mean(wave(frequency * unit)) if kept.size else 0.0 for frequency in FREQUENCIES]
     sums = b""
     if sketched:
-        (sketch,) = sketches_of("", [np.where(np.abs(wide) < HUGE, wide, 0.0)])
+        (sketch,) = sketches_of([np.where(np.abs(wide) < HUGE, wide, 0.0)])
         sums = sketch.sums.astype(np.float32).tobytes()
     return Signature(
         tuple(np.shape(array)),

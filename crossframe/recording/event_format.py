@@ -28,8 +28,9 @@ A line is one JSON object. Its "event" is one of these:
 
 All lines but "begin", "step" and "end" have the keys step, microbatch, rank, phase, unit, name (canonical name of a parameter or
 module, or "") and use. "sketch", of a tensor or an activation, is the row of its sketch (`crossframe.recording.sketch`) in the
-array `SKETCHES_KEY` of the step's file. A tensor or an activation with `at` has the same bytes as another tensor and is not
-stored again: its elements are those under that key, in the file of the previous step if `before` is true.
+array `SKETCHES_KEY` of the step's file. "sample", of a parameter before the first step, is the range of its sample
+(`crossframe.recording.sample`) in the array `SAMPLES_KEY`. A tensor or an activation with `at` has the same bytes as another
+tensor and is not stored again: its elements are those under that key, in the file of the previous step if `before` is true.
 
 Up to format 4, "sketch" and "channels_first" are objects (`fingerprint`, `squares`, `num_not_finite`), and the sums are stored
 under `activation_key`, `channels_first_key` or `tensor_key`; "count" has its own `value`, and every step has all its lines.
@@ -42,6 +43,7 @@ from typing import Any
 
 from crossframe.errors import RecordingError
 from crossframe.files import parse_json
+from crossframe.params import OVERFLOW
 from crossframe.quoting import quote, quote_error
 from crossframe.recording.dims import LEAST_DIMS, Order
 
@@ -79,6 +81,8 @@ STRUCTURE = frozenset({"activation", "tensor", "count", "collective"})
 """The lines that describe the structure of a step, which many steps share."""
 SKETCHES_KEY = "sketches"
 """The key of the rows of all sketches in the file of a step."""
+SAMPLES_KEY = "samples"
+"""The key of all samples in the file of the first step."""
 
 _PLACE = {"step": int, "microbatch": int, "rank": int, "phase": str, "unit": str, "name": str, "use": str}
 _NUMBER = (float, str)
@@ -230,6 +234,8 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
             if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
                 raise RecordingError(f"{where}: expected a sketch, got {quote(sketch)}; record the run again")
             sketch["squares"] = _to_float(sketch["squares"], where)
+    if (sample := fields.get("sample")) is not None and not _is_range(sample):
+        raise RecordingError(f"{where}: expected the range of a sample, got {quote(sample)}; record the run again")
     if event == "activation":
         operator = fields.get("operator", "")
         if not isinstance(operator, str) or len(operator) > _LONGEST_OPERATOR:
@@ -247,6 +253,10 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
             f"{where}: expected a sha256 as digest, got {quote(fields['digest'])}; record the run again"
         )
     return fields
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [int, int] and 0 <= value[0] < value[1] < OVERFLOW
 
 
 def _check_step(fields: dict[str, Any], where: str) -> None:

@@ -1,8 +1,8 @@
 """Hashes of elements: element i of a parameter has the same key on every rank and in every layout.
 
-The key of an element is mix(key of the name + (i + 1) * GOLDEN) modulo 2^64. mix is the finaliser of SplitMix64 (G. Steele, D.
-Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), and the key of a name is its BLAKE2b digest of 8
-bytes, in little-endian order.
+The key of an element is mix(key of the name + (i + 1) * GOLDEN) modulo 2^64. Sketches have "" as the name, so that those of
+parameters with different names can be compared. mix is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, Fast splittable
+pseudorandom number generators, OOPSLA 2014), and the key of a name is its BLAKE2b digest of 8 bytes, in little-endian order.
 """
 
 import hashlib
@@ -10,7 +10,8 @@ import hashlib
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ODD = np.uint64(_GOLDEN)
 
 
 def mix(keys: np.ndarray) -> np.ndarray:
@@ -21,6 +22,13 @@ def mix(keys: np.ndarray) -> np.ndarray:
     keys *= np.uint64(0x94D049BB133111EB)
     keys ^= keys >> np.uint64(31)
     return keys
+
+
+def element_hashes(array: np.ndarray) -> np.ndarray:
+    """A uint64 hash of the bits of each element, in the array's shape, which does not depend on its place. -0.0 is 0.0."""
+    positive = np.ascontiguousarray(array + np.zeros((), array.dtype))
+    bits = positive.view(_UNSIGNED[array.dtype.itemsize])
+    return mix(bits.astype(np.uint64) * _ODD + _ODD)
 
 
 def name_key(name: str, salt: str = "") -> int:

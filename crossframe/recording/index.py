@@ -67,6 +67,7 @@ class StepLines:
         collectives: the collectives in order.
         counted: the index of each parameter in the step's counts of optimizer steps.
         num_sketches: number of rows of sketches in the tensor file.
+        num_sample_items: number of items of samples in the tensor file.
         most_bytes: an upper bound of the bytes of the tensor file.
     """
 
@@ -75,12 +76,16 @@ class StepLines:
     collectives: list[Event] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
     num_sketches: int = 0
+    num_sample_items: int = 0
     most_bytes: int = 1 << 12
 
     def add_bytes(self, key: str, numel: int, line: dict[str, Any]) -> None:
         """Add the bytes of a tensor and of its entry in the header."""
         sketched = line.get("sketch") is not None
         size = ROW_BYTES if sketched else numel * itemsize(line["dtype"])
+        if (sample := line.get("sample")) is not None:
+            self.most_bytes += 8 * (sample[1] - sample[0]) + 512
+            self.num_sample_items = max(self.num_sample_items, sample[1])
         both = 2 if line.get("channels_first") is not None else 1
         self.most_bytes += both * (size + 6 * len(key) + 512)
         rows = [row for row in (line.get("sketch"), line.get("channels_first")) if type(row) is int]

@@ -23,14 +23,17 @@ from crossframe.quoting import quote, quote_error, quote_path
 from crossframe.recording.event_format import INPUT
 from crossframe.recording.known_settings import check_settings
 from crossframe.recording.recorded_steps import Schedule
-from crossframe.recording.sketch import SKETCHES
+from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME
 from crossframe.unit_assignment import enclosing_unit
 
-FORMAT = 6
-FORMATS = (3, 4, 5, FORMAT)
+FORMAT = 7
+FORMATS = (3, 4, 5, 6, FORMAT)
 """The formats that can be read. Format 3 does not state the rules of layouts and sketches, which are those of format 4, nor the
 order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.event_format`). Up to format 5 the
-map of parameters has axes instead of patterns (`crossframe.param_map`)."""
+map of parameters has axes instead of patterns (`crossframe.param_map`). Up to format 6 sketches depend on names, and parameters
+have no samples (`crossframe.recording.sample`)."""
+_BY_NAME = 6
+"""The last format whose sketches depend on names."""
 MANIFEST_NAME = "manifest.json"
 FULL, SKETCH = "full", "sketch"
 MOST_RANKS = 1 << 17
@@ -64,6 +67,7 @@ class Manifest:
         settings: further information as JSON. "command" is the command line that repeats the recording, without its
             destination (--output).
         states_no_order: whether the recording has format 3, whose activations do not state their order of dims.
+        sketches_by_name: whether the recording has a format up to 6, whose sketches depend on names.
         token: identifies the job that records, so that it recognizes its own recording. Random by default; all processes of a
             job have the same token. Older recordings have "".
 
@@ -88,6 +92,7 @@ class Manifest:
     detail: str = FULL
     token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
     states_no_order: bool = field(default=False, init=False, compare=False, repr=False)
+    sketches_by_name: bool = field(default=False, init=False, compare=False, repr=False)
     _file_sha256: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -184,10 +189,11 @@ class Manifest:
         form = fields.get("format")
         _expect(type(form) is int and form in FORMATS, "format", f"{FORMAT}, the format read here", form)
         if form > 3:
+            known = SKETCHES if form > _BY_NAME else SKETCHES_BY_NAME
             _expect(
-                fields.get("sketches") == SKETCHES,
+                fields.get("sketches") == known,
                 "sketches",
-                f"{SKETCHES}, as this version has them",
+                f"{known}, as format {form} has them",
                 fields.get("sketches"),
             )
         sizes = _get(fields, "mesh", dict)
@@ -254,6 +260,7 @@ class Manifest:
             fields = parse_json(content)
             manifest = cls.from_json(fields)
             object.__setattr__(manifest, "states_no_order", fields["format"] == 3)
+            object.__setattr__(manifest, "sketches_by_name", fields["format"] <= _BY_NAME)
             # That of the file, not of the content that this version would write.
             object.__setattr__(manifest, "_file_sha256", hashlib.sha256(content).hexdigest())
             return manifest

@@ -85,14 +85,14 @@ class MappedRecording(Recording):
         return view
 
     def recorded_steps(self) -> tuple[int, ...]:
-        """The steps whose tensors were recorded as elements: a sketch depends on the name of its parameter."""
-        return tuple(step for step in self.source.recorded_steps() if not self._has_sketches(step))
+        """The steps whose tensors can be compared: a sketch depends on the order of elements."""
+        return tuple(step for step in self.source.recorded_steps() if not self._has_lost_sketches(step))
 
-    def _has_sketches(self, step: int) -> bool:
-        """Whether a renamed parameter was recorded as a sketch."""
-        renamed = {path for name in self.manifest.params if not self._is_same(name) for path in self._paths(name)}
+    def _has_lost_sketches(self, step: int) -> bool:
+        """Whether a parameter was recorded as a sketch that is not that of its elements in the view."""
+        lost = {path for name in self.manifest.params if not self._keeps_sketches(name) for path in self._paths(name)}
         of = self.source._step_runs(step).of
-        return any(run.sketch is not None for (_, path, _), runs in of.items() if path in renamed for run in runs)
+        return any(run.sketch is not None for (_, path, _), runs in of.items() if path in lost for run in runs)
 
     # Parameters
 
@@ -103,8 +103,10 @@ class MappedRecording(Recording):
         """Whether the parameter has the same elements in the same order."""
         return _is_renaming(self._map.by_name[name])
 
-    def _is_same(self, name: str) -> bool:
-        return self._is_renamed(name) and self._paths(name) == (name,)
+    def _keeps_sketches(self, name: str) -> bool:
+        """Whether the sketches of a parameter are those of its elements in the view. Up to format 6 they depend on its name."""
+        by_name = self.source.manifest.sketches_by_name
+        return self._is_renamed(name) and (not by_name or self._paths(name) == (name,))
 
     def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
         return any(self.source.has(phase, step, path, rank, use) for path in self._paths(name))
@@ -168,16 +170,16 @@ class MappedRecording(Recording):
         return self.source.elements(step, run).reshape(spec.shape)
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
-        if not self._is_same(name):
+        if not self._keeps_sketches(name):
             raise _sketched(self.source, name)
-        return self.source.sketch(phase, step, name, use=use, replica=replica)
+        return self.source.sketch(phase, step, self._paths(name)[0], use=use, replica=replica)
 
     def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
-        if self._is_same(name):
-            return self.source.sketch_of(step, name, run)
+        if self._keeps_sketches(name):
+            return self.source.sketch_of(step, self._paths(name)[0], run)
         if run.sketch is not None:
             raise _sketched(self.source, name)
-        return sketches_of(name, [self.elements(step, run)], run.start)[0]
+        return sketches_of([self.elements(step, run)], run.start)[0]
 
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
         return tuple(sorted({slot for path in self._paths(name) for slot in self.source.state_slots(step, path)}))
@@ -196,8 +198,13 @@ class MappedRecording(Recording):
             (microbatch, *of)
             for microbatch, module, use in self.source.activations(step)
             for of in back.get((module, use), ())
-            if of == (module, use) or self.source.activation_sketch(step, 0, microbatch, module, use) is None
+            if self._keeps_activation(of) or self.source.activation_sketch(step, 0, microbatch, module, use) is None
         ]
+
+    def _keeps_activation(self, of: Of) -> bool:
+        """Whether the sketch of an activation is that of its elements in the view."""
+        theirs, form = self._given[of]
+        return theirs == of if self.source.manifest.sketches_by_name else form is None
 
     def disagreements(self, steps: int) -> list[UnequalRanks]:
         """Those of the recording, in its order; a module without a counterpart keeps its name."""
@@ -234,9 +241,9 @@ class MappedRecording(Recording):
 
     def activation_sketch(self, step: int, rank: int, microbatch: int, module: str, use: str) -> Sketch | None:
         of, _ = self._given[module, use]
-        if of != (module, use):
+        if not self._keeps_activation((module, use)):
             return None  # `activations` has none that is a sketch
-        source = self.source.with_channels_first(self._moved & {of})
+        source = self.source.with_channels_first({of} if (module, use) in self._moved else ())
         return source.activation_sketch(step, rank, microbatch, *of)
 
     def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
@@ -342,6 +349,7 @@ def _names_in(paths: Collection[str], param_map: ParamMap) -> list[str]:
 
 def _sketched(recording: Recording, name: str) -> RecordingError:
     return RecordingError(
-        f"{recording.directory}: {name!r} was recorded as a sketch, which depends on the parameter's name; record again in full "
-        "(--detail full, or detail='full'), or with the map (Recorder(..., param_map=ParamMap.load(...)))"
+        f"{recording.directory}: {name!r} was recorded as a sketch, which depends on the order of its elements and, up to format "
+        "6, on its name; record again in full (--detail full, or detail='full'), or with the map (Recorder(..., "
+        "param_map=ParamMap.load(...)))"
     )

@@ -22,6 +22,7 @@ from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
 from crossframe.recording.index import Batch, RankIndex, UnequalRanks, parse_index, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
+from crossframe.recording.sample import Sample, merged
 from crossframe.recording.sketch import NUM_SUMS, ROW, Sketch, sketches_of
 from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
 from crossframe.recording.step_tensors import TensorFile
@@ -265,11 +266,29 @@ class Recording:
         if not runs:
             raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
         if all(type(run.sketch) is int for run in runs):
-            return self._summed_sketches(step, replica).sketch((phase, name, use), runs[0].dtype)
+            what, seed = (phase, name, use), self._seed(name)
+            return self._summed_sketches(step, replica).sketch(what, runs[0].dtype, seed)
         total = self.sketch_of(step, name, runs[0])
         for run in runs[1:]:
             total += self.sketch_of(step, name, run)
         return total
+
+    def sample(self, name: str) -> Sample | None:
+        """The sample of a parameter before the first step; None if it was not recorded as a sketch, or before format 7."""
+        if not self.has(event_format.PARAMETERS, 0, name):
+            return None
+        runs = self._of_replica(event_format.PARAMETERS, 0, name, "", 0)
+        parts = []
+        for run in runs:
+            if run.sample is None:
+                return None
+            items = self._file(run.rank, 0).samples(self._indexes[run.rank].lines[0].num_sample_items)
+            try:
+                parts.append(Sample.from_items(items[slice(*run.sample)], run.start, run.stop))
+            except ValueError as error:
+                where = self._where(event_format.PARAMETERS, 0, name, "")
+                raise RecordingError(f"{where}: {error}; record the run again") from None
+        return merged(parts)
 
     def _summed_sketches(self, step: int, replica: int) -> SummedSketches:
         at = (step, replica)
@@ -288,14 +307,21 @@ class Recording:
     def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
         """The sketch of one rank's elements, which may have been recorded in full."""
         if run.sketch is None:
-            return sketches_of(name, [self.elements(step, run)], run.start)[0]
-        return self._sketch(run.rank, step, run.key, run.sketch, run.stop - run.start, run.dtype)
+            return sketches_of([self.elements(step, run)], run.start, seed=self._seed(name))[0]
+        numel = run.stop - run.start
+        return self._sketch(run.rank, step, run.key, run.sketch, numel, run.dtype, self._seed(name))
 
-    def _sketch(self, rank: int, step: int, key: str, stored: dict[str, Any] | int, numel: int, dtype: str) -> Sketch:
+    def _seed(self, name: str) -> str:
+        """The name on which the keys of a sketch depend."""
+        return name if self.manifest.sketches_by_name else ""
+
+    def _sketch(
+        self, rank: int, step: int, key: str, stored: dict[str, Any] | int, numel: int, dtype: str, seed: str
+    ) -> Sketch:
         """A sketch of one rank; `stored` is its row, or up to format 4 the object in the line."""
         if isinstance(stored, int):
-            return Sketch.from_row(self.sketch_rows(rank, step)[stored], numel, dtype)
-        return Sketch.from_json(stored, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS))
+            return Sketch.from_row(self.sketch_rows(rank, step)[stored], numel, dtype, seed)
+        return Sketch.from_json(stored, numel, dtype, self._file(rank, step).read(key, "float64", NUM_SUMS), seed)
 
     def sketch_rows(self, rank: int, step: int) -> np.ndarray:
         """The rows of all sketches of a rank at a step (`Sketch.to_row`)."""
@@ -435,13 +461,14 @@ class Recording:
         if line.get("sketch") is None:
             return None
         key, of = event_format.activation_key(use, microbatch, module), "sketch"
+        seed = self._seed(key)
         if (module, use) in self._moved:
             key, of = event_format.channels_first_key(key), "channels_first"
         if line.get(of) is None:
             raise RecordingError(
                 f"{self.directory}: the {use} of {module!r} at step {step} has no sketch with channels first; record again"
             )
-        return self._sketch(rank, step, key, line[of], math.prod(line["shape"]), line["dtype"])
+        return self._sketch(rank, step, key, line[of], math.prod(line["shape"]), line["dtype"], seed)
 
     def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
         """The framework's name of the operator that computed an activation; "" if it was not recorded."""

@@ -22,6 +22,7 @@ class Run:
         key: the key of its elements in the step's file, or in that of the previous step if `before`.
         sketch: the row of its sketch, or up to format 4 an object (see `crossframe.recording.event_format`); None if the
             elements were recorded.
+        sample: the range of its sample among those of the step's file.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Run:
     key: str
     sketch: dict[str, Any] | int | None = None
     before: bool = False
+    sample: tuple[int, int] | None = None
 
 
 class StepRuns:
@@ -52,8 +54,16 @@ class StepRuns:
                 self.counted.setdefault(name, rank)
             for what, line in own.tensors.items():
                 key = line.get("at", event_format.tensor_key(*what))
+                sample = tuple(line["sample"]) if "sample" in line else None
                 run = Run(
-                    rank, line["start"], line["stop"], line["dtype"], key, line.get("sketch"), line.get("before", False)
+                    rank,
+                    line["start"],
+                    line["stop"],
+                    line["dtype"],
+                    key,
+                    line.get("sketch"),
+                    line.get("before", False),
+                    sample,
                 )
                 self.of.setdefault(what, []).append(run)
                 if what[0] == event_format.STATE:
@@ -102,8 +112,9 @@ class SummedSketches:
             self._totals[to] += taken[:, :-2]
             self._wholes[to] += np.ascontiguousarray(taken[:, -2:]).view(np.uint64)
 
-    def sketch(self, what: What, dtype: str) -> Sketch:
+    def sketch(self, what: What, dtype: str, seed: str) -> Sketch:
         """The sketch of one quantity."""
         place = self._sums.places[what]
         total, (fingerprint, lost) = self._totals[place], self._wholes[place].tolist()
-        return Sketch(self._sums.numels[place], dtype, fingerprint, total[:-1], float(total[-1]), lost)
+        numel = self._sums.numels[place]
+        return Sketch(numel, dtype, fingerprint, total[:-1], float(total[-1]), lost, seed)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from crossframe.quoting import quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
+from crossframe.recording.sample import sample_of
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.recording.step_tensors import dtype_name, write_tensors
 from crossframe.trace import Event
@@ -75,6 +77,8 @@ class RecordingWriter:
         self._seen: set[str] = set()
         self._tensors: dict[str, np.ndarray] = {}
         self._sketches: list[np.ndarray] = []
+        self._samples: list[np.ndarray] = []
+        self._num_sampled = 0
         self._counts: list[float] = []
         # Keys in the file of this step and of the previous step, by the digest of the bytes.
         self._stored: dict[tuple[str, bytes], str] = {}
@@ -156,10 +160,10 @@ class RecordingWriter:
         Args:
             module: canonical name; "" is the model.
             use: "input" or "output".
-            value: an array, or its sketch under the name `activation_key`.
+            value: an array, or its sketch.
             shape: the shape, if `value` is a sketch.
             order: the known order of dims.
-            moved: if `value` is a sketch and its order is unknown, the sketch with channels first, under the same name.
+            moved: if `value` is a sketch and its order is unknown, the sketch with channels first.
             operator: the framework's name of the operator that computed it; "" if unknown.
         """
         where = f"rank {self.rank}, step {step}, microbatch {microbatch}, {use} of module {module!r}"
@@ -183,7 +187,7 @@ class RecordingWriter:
         key = event_format.activation_key(use, microbatch, module)
         if isinstance(value, np.ndarray) and not known and self.manifest.detail == SKETCH and value.size > WHOLE:
             dtype_name(value.dtype)
-            moved = sketches_of(key, [channels_first(value)])[0]
+            moved = sketches_of([channels_first(value)])[0]
         fields = event_format.place(
             step,
             self.rank,
@@ -195,12 +199,13 @@ class RecordingWriter:
         ) | {"shape": [int(size) for size in sizes], "order": order.value}
         if operator:
             fields["operator"] = operator
-        self._keep("activation", fields, key, key, value, 0, math.prod(sizes))
+        self._keep("activation", fields, key, value, 0, math.prod(sizes))
         if moved is not None:
             fields["channels_first"] = self._keep_sketch(moved)
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
-        """Record this rank's pieces of the unit's parameters before the step. Required before step 0 only."""
+        """Record this rank's pieces of the unit's parameters before the step. Required before step 0 only. A `Sketch` needs a
+        sample (`crossframe.recording.sample`) to be found under another name."""
         self._put(event_format.PARAMETERS, step, unit, pieces)
 
     def unsharded(self, step: int, unit: str, params: Mapping[str, np.ndarray | Sketch]) -> None:
@@ -277,6 +282,8 @@ class RecordingWriter:
         self._check_ours()
         if self._sketches:
             self._tensors[event_format.SKETCHES_KEY] = np.concatenate(self._sketches)
+        if self._samples:
+            self._tensors[event_format.SAMPLES_KEY] = np.concatenate(self._samples)
         with self._writes():
             sha256 = write_tensors(self.folder / event_format.step_file(step), self._tensors) if self._tensors else ""
         summary: dict[str, Any] = {"step": step, "sha256": sha256}
@@ -291,6 +298,7 @@ class RecordingWriter:
                 summary["counts"] = summary["counts"][0]
         self._write("".join(event_format.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
+        self._samples, self._num_sampled = [], 0
         self._stored_before, self._stored, self._step = self._stored, {}, step + 1
 
     def _same_structure(self, step: int) -> int | None:
@@ -437,16 +445,13 @@ class RecordingWriter:
                 step, self.rank, phase, slot or event_format.TENSOR_USES[phase], unit=unit, name=name
             )
             fields = at | {"start": int(start), "stop": int(stop)}
-            self._keep(
-                "tensor", fields, event_format.tensor_key(phase, name, slot), name, value, int(start), spec.numel
-            )
+            self._keep("tensor", fields, event_format.tensor_key(phase, name, slot), value, int(start), spec.numel)
 
     def _keep(
         self,
         event: str,
         fields: dict[str, Any],
         key: str,
-        name: str,
         value: np.ndarray | Sketch,
         start: int,
         numel: int,
@@ -454,21 +459,33 @@ class RecordingWriter:
         """Add a tensor, or its sketch, to the step's file, and its line to the step's lines.
 
         Args:
-            name: the name that determines the hashes of the elements.
             numel: number of elements of the whole tensor. It decides whether to sketch, so that all layouts decide alike.
         """
         if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
             dtype_name(value.dtype)
-            value = sketches_of(name, [value], start)[0]
+            made = sketches_of([value], start)[0]
+            value = (
+                replace(made, sample=sample_of(value, start)) if fields["phase"] == event_format.PARAMETERS else made
+            )
         fields["dtype"] = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
         self._add(event, fields, once=key)
         if isinstance(value, Sketch):
             fields["sketch"] = self._keep_sketch(value)
+            if value.sample is not None:
+                items = value.sample.to_items(start)
+                fields["sample"] = [self._num_sampled, self._num_sampled + len(items)]
+                self._samples.append(items)
+                self._num_sampled += len(items)
         else:
             fields |= self._store(key, np.array(value, copy=True, order="C").reshape(-1))
 
     def _keep_sketch(self, sketch: Sketch) -> int:
         """Add a sketch to the step's file; returns its row."""
+        if sketch.seed:
+            raise RecordingError(
+                f"rank {self.rank}: expected a sketch whose keys depend on no name, got one of {sketch.seed!r}, as up to format 6; "
+                "record the run again"
+            )
         self._sketches.append(sketch.to_row())
         return len(self._sketches) - 1
 

@@ -15,7 +15,7 @@ from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
 from crossframe.verdict.measure.aligned import At, aligned, shared_activations
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.quantities import finite
-from crossframe.verdict.measure.values import Side, activation_name, activation_values, match_values
+from crossframe.verdict.measure.values import Side, activation_values, match_values
 
 Of = tuple[str, str]
 """(module, use)."""
@@ -99,7 +99,7 @@ def _nearest(
 def _distances(a: Recording, b: Recording, step: int, names: set[Of]) -> dict[Of, float]:
     found: dict[Of, float] = {}
     for at, x, y in _sides(a, b, step, names):
-        left, right, _ = match_values(activation_name(at), x, y, by_sketch=False)
+        left, right, _ = match_values(x, y, by_sketch=False)
         found[at[1:]] = float(np.hypot(found.get(at[1:], 0.0), distance(finite(left), finite(right))))
     return found
 

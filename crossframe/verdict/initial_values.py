@@ -18,7 +18,7 @@ def differing_replica(recording: Recording) -> tuple[int, str] | None:
         for name, spec in recording.manifest.params.items():
             if spec.numel and recording.has(PARAMETERS, 0, name):
                 first, other = (assemble(recording, PARAMETERS, 0, name, replica=i) for i in (0, replica))
-                if not first.sketched(name).equals(other.sketched(name)):
+                if not first.sketched().equals(other.sketched()):
                     return replica, name
     return None
 

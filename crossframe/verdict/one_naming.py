@@ -9,11 +9,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, match_activations, unlike_other_layers
-from crossframe.alignment.models import read_recorded
+from crossframe.alignment.models import alike, read_recorded
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
+from crossframe.recording.event_format import PARAMETERS
 from crossframe.recording.mapped import MappedRecording, Of, mapped, with_identities
 from crossframe.verdict.measure.comparable import labels
 
@@ -57,7 +58,7 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
     shared = ours & theirs
     are_few = 2 * len(shared) < min(len(ours), len(theirs))
     swapped = a.manifest.framework != "torch" == b.manifest.framework
-    problem = ""
+    problem, rearranged = "", ""
     # With the names of one model there may be no map where there is one with those of the other (`align_either_way`).
     for swaps in (swapped, not swapped):
         first, second = (b, a) if swaps else (a, b)
@@ -68,8 +69,11 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
         except RecordingError as error:
             problem = problem or f"the parameters have different names; {_HELP}: {quote_error(error)}"
         else:
-            return _viewed(first, second, param_map, swapped=swaps, note=note)
-    return OneNaming(a, b, problem=problem if are_few else "")
+            lost = _rearranged_sketches(second, param_map)
+            if not lost:
+                return _viewed(first, second, param_map, swapped=swaps, note=note)
+            rearranged = rearranged or f"{note}, but {lost}"
+    return OneNaming(a, b, problem=rearranged or (problem if are_few else ""))
 
 
 def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[ParamMap, str]:
@@ -80,8 +84,8 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         RecordingError: a recording without values.
     """
     sides = [
-        [{name: array for name, array in arrays.items() if name not in shared} for arrays in read_recorded(recording)]
-        for recording in (first, second)
+        [{name: array for name, array in arrays.items() if name not in shared} for arrays in model]
+        for model in alike(read_recorded(first), read_recorded(second))
     ]
     (values, gradients), (other_values, other_gradients) = sides
     uses = _modules_in_use(first), _modules_in_use(second)
@@ -117,6 +121,24 @@ _HELP = (
     "crossframe map lists what would decide them and writes a map that can be edited, for crossframe compare --map; models "
     "with other initial values need a map"
 )
+
+
+def _rearranged_sketches(recording: Recording, param_map: ParamMap) -> str:
+    """Why a view of a recording by this map could not be compared, as a clause; "" if it can be."""
+    found = [
+        entry
+        for entry in param_map.entries
+        if (entry.pattern or len(entry.paths) > 1)
+        and any(recording.is_sketched(PARAMETERS, 0, path) for path in entry.paths)
+    ]
+    if not found:
+        return ""
+    name, how = found[0].name, found[0].pattern or "joined"
+    return (
+        f"{len(found)} of {len(param_map.entries)} parameters are rearranged (such as {name!r}: {how}), and "
+        f"{recording.directory} has sketches of them, which depend on the order of elements; record it with the map of "
+        "crossframe map --output (Recorder(..., param_map=ParamMap.load(...)) in JAX), or in full (--detail full)"
+    )
 
 
 def _modules_in_use(recording: Recording) -> tuple[str, ...]:

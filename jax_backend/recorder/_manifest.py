@@ -17,6 +17,7 @@ from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROCESSES, PROGRAM, program_of
+from crossframe.recording.sample import sample_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.ranks._processes import gather_values, together
@@ -79,7 +80,8 @@ def kept(source: ArrayPieces | ShardPieces, params: Any, detail: str) -> dict[in
             for by_name in by_unit.values():
                 for name, (start, stop, values) in by_name.items():
                     if sizes[name] > WHOLE:
-                        by_name[name] = (start, stop, sketch_of(name, values, start))
+                        made = replace(sketch_of(values, start), sample=sample_of(values, start))
+                        by_name[name] = (start, stop, made)
     return pieces
 
 

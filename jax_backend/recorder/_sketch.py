@@ -18,19 +18,19 @@ _GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B
 _RUNS = (1 << 12, 1 << 15, 1 << 18)
 
 
-def sketch_of(name: str, values: np.ndarray, start: int = 0) -> Sketch:
+def sketch_of(values: np.ndarray, start: int = 0) -> Sketch:
     """The sketch of elements `start:start + size` of a parameter. Its fingerprint equals the core's bit for bit, and its sums up
     to `Sketch.resolution`.
 
     >>> values = np.linspace(-1, 1, 5)
-    >>> sketch_of("w", values, 3).equals(sketches_of("w", [values], 3)[0])
+    >>> sketch_of(values, 3).equals(sketches_of([values], 3)[0])
     True
     """
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX has no CPU backend
-        return sketches_of(name, [values], start)[0]
-    flat, key = np.ascontiguousarray(values).reshape(-1), np.uint64(name_key(name))
+        return sketches_of([values], start)[0]
+    flat, key = np.ascontiguousarray(values).reshape(-1), np.uint64(name_key(""))
     sums, squares = np.zeros(NUM_SUMS), 0.0
     fingerprint, lost, first = 0, 0, 0
     with jax.enable_x64(True), jax.default_device(device):

@@ -11,7 +11,6 @@ import numpy as np
 from crossframe.mesh import MeshSpec
 from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
-from crossframe.recording.event_format import activation_key
 from crossframe.recording.program import COMPILED, PROGRAM
 from crossframe.trace import Event
 from jax_backend.recorder._arrays import ArrayPieces, Pieces
@@ -110,12 +109,12 @@ class Writers:
         for rank, by_unit in by_rank.items():
             for unit, pieces in by_unit.items():
                 kept = {
-                    name: (start, stop, self._kept(name, values, self._sizes[name], start))
+                    name: (start, stop, self._kept(values, self._sizes[name], start))
                     for name, (start, stop, values) in pieces.items()
                 }
                 getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
 
-    def _kept(self, name: str, values: Any, numel: int, start: int = 0) -> Any:
+    def _kept(self, values: Any, numel: int, start: int = 0) -> Any:
         """An array as it is written: as a sketch, if it is large and the recording has sketches.
 
         Args:
@@ -123,10 +122,10 @@ class Writers:
         """
         if not self._sketches or numel <= WHOLE or isinstance(values, Sketch):
             return values
-        return sketch_of(name, values, start)
+        return sketch_of(values, start)
 
     def _whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {name: self._kept(name, values, values.size) for name, values in arrays.items()}
+        return {name: self._kept(values, values.size) for name, values in arrays.items()}
 
     def _put_interior(self, writer: RecordingWriter, step: int, rank: int, data: StepData) -> None:
         for unit, full in self.source.unsharded(data.interiors[0].params, rank).items():
@@ -135,10 +134,10 @@ class Writers:
             activations = interior.activations
             for (module, use), value in zip(activations.names, activations.values, strict=True):
                 array = self._dims.canonical(module, use, self.source.row(value, rank))
-                order, key = self._dims.order(module, use, array), activation_key(use, microbatch, module)
-                kept, moved = self._kept(key, array, array.size), None
+                order = self._dims.order(module, use, array)
+                kept, moved = self._kept(array, array.size), None
                 if isinstance(kept, Sketch) and order is not Order.TORCH:
-                    moved = self._kept(key, channels_first(array), array.size)
+                    moved = self._kept(channels_first(array), array.size)
                 writer.activation(step, microbatch, module, use, kept, array.shape, order=order, moved=moved)
         if data.local_grads is not None:
             assert isinstance(self.source, ShardPieces)

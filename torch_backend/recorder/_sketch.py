@@ -1,4 +1,4 @@
-"""Sketches of tensors, computed by torch on the tensors' device. crossframe.recording.sketch defines them.
+"""Sketches and samples of tensors, computed by torch on the tensors' device. crossframe.recording.sketch and sample define them.
 
 torch has no unsigned 64-bit arithmetic on all devices: int64 wraps modulo 2^64 all the same, so that sums and products have the
 right bits, and a shift to the right has its sign bits cut off.
@@ -6,10 +6,13 @@ right bits, and a shift to the right has its sign bits cut off.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from crossframe.recording.hashing import name_key
+from crossframe.recording.sample import Sample, nearest, num_sampled
+from crossframe.recording.sample import sample_of as sample_of_array
 from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch
 from crossframe.recording.sketch import sketches_of as sketches_of_arrays
 from torch_backend.compat._dtypes import dtype_name, to_numpy
@@ -21,23 +24,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 24
 
 
-def sketches_of(name: str, tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]:
+def sketches_of(tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]:
     """The sketches of several tensors on one device that lie alike.
 
     Args:
-        name: canonical name of the parameter.
-        tensors: elements `start:start + numel` of it each, of any floating dtype; all of one number of elements.
+        tensors: elements `start:start + numel` of a parameter each, of any floating dtype; all of one number of elements.
     """
     if all(tensor.is_cpu for tensor in tensors):  # numpy is faster there
-        return sketches_of_arrays(name, [to_numpy(tensor) for tensor in tensors], start)
-    return sketches_by_torch(name, tensors, start)
+        return sketches_of_arrays([to_numpy(tensor) for tensor in tensors], start)
+    return sketches_by_torch(tensors, start)
 
 
-def sketches_by_torch(name: str, tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]:
+def sketches_by_torch(tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]:
     """The same on any device: equal to the core's in every bit of the fingerprint, and in the sums up to `Sketch.resolution`.
 
     >>> tensor = torch.linspace(-1, 1, 5)
-    >>> sketches_by_torch("w", [tensor], 3)[0].equals(sketches_of("w", [tensor], 3)[0])
+    >>> sketches_by_torch([tensor], 3)[0].equals(sketches_of([tensor], 3)[0])
     True
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
@@ -50,7 +52,7 @@ def sketches_by_torch(name: str, tensors: Sequence[Tensor], start: int = 0) -> l
     squares = torch.zeros(len(flat), dtype=torch.float64, device=device)
     for first in range(0, size, _CHUNK):
         last = min(first + _CHUNK, size)
-        keys = _element_keys(name, start + first, start + last, device)
+        keys = _element_keys(start + first, start + last, device)
         places, signs = _shifted(keys, SUM_SHIFT), (1 - 2 * (keys & 1)).double()
         for i, tensor in enumerate(flat):
             values = tensor[first:last]
@@ -76,6 +78,33 @@ def sketches_by_torch(name: str, tensors: Sequence[Tensor], start: int = 0) -> l
     ]
 
 
+def sample_of(tensor: Tensor, start: int = 0) -> Sample:
+    """The sample of elements `start:start + numel` of a parameter, equal to the core's."""
+    return sample_of_array(to_numpy(tensor), start) if tensor.is_cpu else sample_by_torch(tensor, start)
+
+
+def sample_by_torch(tensor: Tensor, start: int = 0) -> Sample:
+    """The same on any device.
+
+    >>> tensor = torch.linspace(-1, 1, 5)
+    >>> sample_by_torch(tensor, 3).places.tolist() == sample_of(tensor, 3).places.tolist()
+    True
+    """
+    flat, signature, near = tensor.detach().reshape(-1), 0, []
+    wanted = num_sampled(flat.numel())
+    for first in range(0, flat.numel(), _CHUNK):
+        part = flat[first : first + _CHUNK]
+        signature += int(_mixed(_bits_of(part + 0.0).mul_(_signed(_GOLDEN)).add_(_signed(_GOLDEN))).sum())
+        sizes = part.abs()
+        sizes = torch.where((sizes > 0) & torch.isfinite(sizes), sizes, torch.inf)
+        found = torch.topk(sizes, min(wanted, part.numel()), largest=False)
+        near.append(first + found.indices[torch.isfinite(found.values)])
+    places = torch.cat(near) if near else torch.empty(0, dtype=torch.int64)
+    values, at = flat[places].double().cpu().numpy(), places.cpu().numpy()
+    kept, _ = nearest(values, np.arange(len(values)), wanted)
+    return Sample.of_piece(signature % 2**64, at[kept], values[kept], flat.numel(), start)
+
+
 def _signed(bits: int) -> int:
     """The same 64 bits as a signed number."""
     bits %= 2**64
@@ -94,9 +123,9 @@ def _mixed(keys: Tensor) -> Tensor:
     return keys.bitwise_xor_(_shifted(keys, 31))
 
 
-def _element_keys(name: str, start: int, stop: int, device: torch.device) -> Tensor:
+def _element_keys(start: int, stop: int, device: torch.device) -> Tensor:
     places = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device)
-    return _mixed(places.mul_(_signed(_GOLDEN)).add_(_signed(name_key(name))))
+    return _mixed(places.mul_(_signed(_GOLDEN)).add_(_signed(name_key(""))))
 
 
 def _bits_of(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Passes a rank's pieces to the writer of a recording, as values or as sketches."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,12 @@ from crossframe.recording.event_format import (
     STATE,
     TENSOR_USES,
     UPDATE,
-    activation_key,
 )
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
-from torch_backend.recorder._sketch import sketches_of
+from torch_backend.recorder._sketch import sample_of, sketches_of
 
 Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
 
@@ -68,7 +68,7 @@ class Keeper:
 
     def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
         """Record an unsharded parameter."""
-        self.writer.unsharded(step, unit, {name: self._whole(name, value)})
+        self.writer.unsharded(step, unit, {name: self._whole(value)})
 
     def batch(self, step: int, tensors: Sequence[Tensor]) -> None:
         """Record whether the model ranks are given other batches. The later stages of a pipeline are given none."""
@@ -95,7 +95,7 @@ class Keeper:
             if gathered is None:
                 return
             value = gathered
-        kept = self._kept(activation_key(use, microbatch, module), value.numel(), [value], 0)[0]
+        kept = self._kept(value.numel(), [value], 0)[0]
         self.writer.activation(
             step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
         )
@@ -118,7 +118,7 @@ class Keeper:
             for unit, grads in self._of_replica(watch.local_grads()).items():
                 if loss_scale != 1.0:
                     grads = {name: grad / loss_scale for name, grad in grads.items()}
-                writer.local_grads(step, unit, {name: self._whole(name, grad) for name, grad in grads.items()})
+                writer.local_grads(step, unit, {name: self._whole(grad) for name, grad in grads.items()})
         writer.collectives(step, watch.events())
         if norm is not None:
             writer.grad_norm(step, _number(norm))
@@ -133,7 +133,7 @@ class Keeper:
                 alike = {"": each.param} | {k: value for k, value in state.items() if _is_like(each.param, k, value)}
                 here = {slot: each.of(value) for slot, value in alike.items()}
                 self._compare(step, each, here)
-                values = self._kept(each.name, self._numel(each), list(here.values()), each.start)
+                values = self._kept(self._numel(each), list(here.values()), each.start)
                 for slot, value in zip(alike, values, strict=True):
                     slots.setdefault(slot, {})[each.name] = (each.start, each.stop, value)
             for slot, pieces in slots.items():
@@ -162,7 +162,9 @@ class Keeper:
         for held, value in values:
             here = held.of(value)
             self._compare(step, held, {phase: here})
-            kept = self._kept(held.name, self._numel(held), [here], held.start)[0]
+            kept = self._kept(self._numel(held), [here], held.start)[0]
+            if phase == PARAMETERS and isinstance(kept, Sketch):
+                kept = replace(kept, sample=sample_of(here, held.start))
             pieces[held.name] = (held.start, held.stop, kept)
         return pieces
 
@@ -181,16 +183,16 @@ class Keeper:
     def _numel(self, held: Held) -> int:
         return self._specs[held.name].numel
 
-    def _whole(self, name: str, value: Tensor) -> np.ndarray | Sketch:
+    def _whole(self, value: Tensor) -> np.ndarray | Sketch:
         value = full(value)
-        return _shaped(self._kept(name, value.numel(), [value], 0)[0], value)
+        return _shaped(self._kept(value.numel(), [value], 0)[0], value)
 
-    def _kept(self, name: str, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
+    def _kept(self, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
         """Convert tensors with equal element ranges to sketches or arrays, by the number of elements of the parameter."""
         # Copies, because memory that a numpy array aliases cannot be freed by resizing, as for unsharded parameters.
         own = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
         if self.writer.manifest.detail == "sketch" and numel > WHOLE:
-            return list(sketches_of(name, own, start))
+            return list(sketches_of(own, start))
         return [to_numpy(tensor) for tensor in own]
 
 

@@ -9,12 +9,21 @@ import numpy as np
 from crossframe.dtypes import FLOATING, coarser, unit_roundoff
 from crossframe.layout import Sharding
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, INPUT, OUTPUT, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import (
+    BACKWARD,
+    INPUT,
+    OUTPUT,
+    PARAMETERS,
+    STATE,
+    UNSHARDED,
+    UPDATE,
+    activation_key,
+)
 from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.values import Side, activation_name, activation_values, assemble, rank_values
+from crossframe.verdict.measure.values import Side, activation_values, assemble, rank_values
 
 At = tuple[int, str, str]
 """An activation: (microbatch, module, use)."""
@@ -131,12 +140,14 @@ class Case:
         rank = self.quantity.rank
         if rank is None or not 0 <= step < recording.num_steps or at not in recording.activations(step):
             return None
-        return self._values(activation_name(at), activation_values(recording, step, rank, at))
+        microbatch, module, use = at
+        return self._values(activation_key(use, microbatch, module), activation_values(recording, step, rank, at))
 
     def _values(self, name: str, side: Side) -> np.ndarray | None:
         if self.quantity.sketches is None:
             return side.elements
-        return side.sketched(name).folded(self.quantity.sketches[0].sums.size).sums
+        by_name = self.quantity.sketches[0].seed  # of recordings up to format 6
+        return side.sketched(name if by_name else "").folded(self.quantity.sketches[0].sums.size).sums
 
     def before(self, recording: Recording, step: int, name: str) -> np.ndarray | None:
         if step == 0 or not recording.manifest.params[name].requires_grad:

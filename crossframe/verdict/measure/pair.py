@@ -102,12 +102,12 @@ class Pair:
             assemble(recording, phase, step, name, use, replica)
             for recording, replica in zip((self.a, self.b), replicas, strict=True)
         )
-        return match_values(name, *sides, by_sketch=self.sketched)
+        return match_values(*sides, by_sketch=self.sketched)
 
     def rank_values(self, phase: str, step: int, rank: int, name: str) -> Sides:
         """Both sides of a rank's own full tensor for a parameter."""
         sides = (rank_values(recording, phase, step, rank, name) for recording in (self.a, self.b))
-        return match_values(name, *sides, by_sketch=self.sketched)
+        return match_values(*sides, by_sketch=self.sketched)
 
     @cached_property
     def terms(self) -> int:
@@ -133,7 +133,7 @@ class Pair:
         if last is None or not self.a.has(PARAMETERS, 0, name):
             return 0.0
         ends = (assemble(self.a, phase, step, name) for phase, step in ((PARAMETERS, 0), (UPDATE, last)))
-        initial, final, _ = match_values(name, *ends, by_sketch=self.sketched)
+        initial, final, _ = match_values(*ends, by_sketch=self.sketched)
         moved = distance(finite(final), finite(initial))
         return moved if math.isfinite(moved) else 0.0
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Recording
-from crossframe.recording.event_format import REDUCE, activation_key
+from crossframe.recording.event_format import REDUCE
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.verdict.measure.metrics import norm
 from crossframe.verdict.measure.quantities import finite
@@ -33,24 +33,25 @@ class Side:
         assert self.elements is not None
         return int(np.size(self.elements) - np.isfinite(self.elements.astype(np.float64)).sum())
 
-    def sketched(self, name: str) -> Sketch:
-        """The sketch; `name` seeds the hashes of the elements."""
+    def sketched(self, seed: str = "") -> Sketch:
+        """The sketch, which is computed from the elements with this seed (`Sketch`) if there is none."""
         if self.sketch is not None:
             return self.sketch
         assert self.elements is not None
-        return sketches_of(name, [self.elements])[0]
+        return sketches_of([self.elements], seed=seed)[0]
 
 
 Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
 """(a, b, sketches) of a `Quantity`."""
 
 
-def match_values(name: str, a: Side, b: Side, *, by_sketch: bool) -> Sides:
+def match_values(a: Side, b: Side, *, by_sketch: bool) -> Sides:
     """Both sides as elements, or both as sketches with the same number of sums if one has no elements, or if `by_sketch` and the
     tensor is large."""
     large = a.elements is None or a.elements.size > WHOLE
     if a.elements is None or b.elements is None or (by_sketch and large):
-        first, second = a.sketched(name), b.sketched(name)
+        seed = next((side.sketch.seed for side in (a, b) if side.sketch is not None), "")
+        first, second = a.sketched(seed), b.sketched(seed)
         num_sums = min(first.sums.size, second.sums.size)
         both = (first.folded(num_sums), second.folded(num_sums))
         return both[0].sums, both[1].sums, both
@@ -84,9 +85,3 @@ def activation_values(recording: Recording, step: int, rank: int, at: tuple[int,
     """The input or output of a module on one rank; `at` is (microbatch, module, use)."""
     sketch = recording.activation_sketch(step, rank, *at)
     return Side(None, sketch) if sketch is not None else Side(recording.activation(step, rank, *at))
-
-
-def activation_name(at: tuple[int, str, str]) -> str:
-    """The name that seeds the hashes of an activation's elements."""
-    microbatch, module, use = at
-    return activation_key(use, microbatch, module)

@@ -40,7 +40,6 @@ from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.values import (
     Side,
     Sides,
-    activation_name,
     activation_values,
     assemble,
     match_values,
@@ -195,7 +194,7 @@ def _edited(pair: Pair, step: int, name: str) -> Group:
     for rank in range(max(worlds)):
         ranks = [rank if rank < world else 0 for world in worlds]
         sides = (rank_values(r, UNSHARDED, step, own, name) for r, own in zip((pair.a, pair.b), ranks, strict=True))
-        made = match_values(name, *sides, by_sketch=pair.sketched)
+        made = match_values(*sides, by_sketch=pair.sketched)
         quantity = _quantity(pair, step, UNSHARDED, ALL_GATHER, name, made, bound=pair.bounds.parameter, rank=ranks[1])
         group.append(quantity.with_scale(_moving_scale(pair, name, quantity)))
     return group
@@ -219,7 +218,7 @@ def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | N
         held = Side(held.elements.astype(numpy_dtype(run.dtype)))  # rounds to nearest, as the gather's cast does (R33)
     elif held.sketch is not None and held.sketch.dtype != run.dtype:
         return None
-    return match_values(name, held, rank_values(recording, UNSHARDED, step, rank, name), by_sketch=False)
+    return match_values(held, rank_values(recording, UNSHARDED, step, rank, name), by_sketch=False)
 
 
 def _activations(pair: Pair, step: int) -> Iterator[Group]:
@@ -236,9 +235,7 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
                 )
                 break
             sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
-            group.append(
-                _activation(pair, step, at, rank, match_values(activation_name(at), *sides, by_sketch=pair.sketched))
-            )
+            group.append(_activation(pair, step, at, rank, match_values(*sides, by_sketch=pair.sketched)))
         else:
             yield group
 
@@ -256,7 +253,7 @@ def _reordered(shapes: list[tuple[int, ...]]) -> str:
 def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
     found: dict[At, Group] = {}
     for at, _, a, b in aligned(pair.a, pair.b, step):
-        sides = match_values(activation_name(at), Side(a), Side(b), by_sketch=pair.sketched)
+        sides = match_values(Side(a), Side(b), by_sketch=pair.sketched)
         found.setdefault(at, []).append(_activation(pair, step, at, None, sides))
     yield from found.values()
 

@@ -92,7 +92,7 @@ def test_lines_of_like_steps_are_written_once(tmp_path, detail):
     assert recording.recorded_steps() == tuple(range(STEPS))
     assert [recording.count(step, "w") for step in range(STEPS)] == [1.0, 2.0, 3.0]
     for step in range(STEPS):
-        whole = sketches_of("w", [values(step + 1)])[0]
+        whole = sketches_of([values(step + 1)])[0]
         assert recording.has("update", step, "w") and not recording.has("update", STEPS, "w")
         if detail == "sketch":
             assert recording.sketch("update", step, "w").equals(whole)

@@ -149,7 +149,7 @@ def test_wrong_orders_are_refused(tmp_path):
     made = manifest(1, steps=1, detail="sketch")
     create_recording(tmp_path / "r", made)
     large = values_of(LARGE_IMAGE)
-    sketch = sketches_of("output/0/block", [large])[0]
+    sketch = sketches_of([large])[0]
     with RecordingWriter(tmp_path / "r", made, 0) as writer:
         writer.batch(0, synthetic.digest(""), [0])
         writer.loss(0, 1.0)

@@ -68,7 +68,7 @@ def test_a_factor_below_the_distance_is_found_in_sketches():
         for step in range(16):
             a = np.random.default_rng([1, step]).normal(size=2000)
             b = factor * a + 0.1 * np.random.default_rng([2, seed, step]).normal(size=a.size)
-            sketches = tuple(sketches_of("w", [side.astype(numpy_dtype("bfloat16"))])[0] for side in (a, b))
+            sketches = tuple(sketches_of([side.astype(numpy_dtype("bfloat16"))])[0] for side in (a, b))
             plain = quantity(sketches[0].sums, sketches[1].sums, phase="reduce", step=step, parameter="w")
             made.add([replace(plain, sketches=sketches)])
         return made

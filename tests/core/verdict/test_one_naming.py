@@ -1,5 +1,7 @@
 """Recordings with different names: compared by a map, or by one that is derived from their values."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -157,19 +159,45 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path):
     assert found.verdict is Verdict.INCOMPARABLE and "'embed' is only in torch" in found.reason
 
 
-def test_sketches_of_other_names_are_not_compared(tmp_path, monkeypatch):
+@pytest.fixture
+def large(monkeypatch):
+    """A manifest whose parameter "embed" is large enough for sketches."""
     units = {"": {"embed": (40, 30), "bias": (3,)}, "block": {"block.w": (5, 3), "block.k_bias": (3,)}}
     monkeypatch.setattr(synthetic, "UNITS", units)
     monkeypatch.setattr(synthetic, "SHAPES", {name: shape for unit in units.values() for name, shape in unit.items()})
-    made = synthetic.manifest(1, param_map=identity_map(synthetic.SHAPES))
-    a = synthetic.record(tmp_path / "a", made)
-    b = translate(a, tmp_path / "b", PATHS, params=transposed, modules=MODULES, detail="sketch")
+    return synthetic.manifest(2, param_map=identity_map(synthetic.SHAPES))
+
+
+def sketched(folder, made, *, params=lambda name, array: array, tamper=None):
+    """A recording in sketches with other names of what `synthetic.record` records."""
+    source = synthetic.record(folder / "source", made, tamper=tamper)
+    return translate(source, folder / "b", PATHS, params=params, modules=MODULES, detail="sketch")
+
+
+def test_sketches_of_other_names_are_compared(tmp_path, large):
+    a = synthetic.record(tmp_path / "a", replace(large, detail="sketch"))
+    found = compare(a, sketched(tmp_path, large))
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert "4 parameters with other names were matched by their values" in found.notes[0]
+    assert {each.name for each in found.judged if each.phase == "update"} == set(PATHS)
+    assert any(each.name == "output of block" for each in found.judged)
+    (tmp_path / "fault").mkdir()
+    wrong = sketched(
+        tmp_path / "fault", large, tamper=synthetic.only("reduce", "embed", lambda array: array * 1.5, rank=1)
+    )
+    found = compare(a, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence.parameter == "embed"
+    assert found.first_divergence.phase == "reduce"
+
+
+def test_sketches_in_another_order_are_compared_with_elements_alone(tmp_path, large):
+    b = sketched(tmp_path, large, params=transposed)
+    found = compare(synthetic.record(tmp_path / "a", large), b)
+    assert found.verdict is Verdict.EQUAL and "the names are those of jax" in found.notes[0]
+    a = synthetic.record(tmp_path / "sketched", replace(large, detail="sketch"))
     found = compare(a, b)
-    assert found.verdict is Verdict.INCOMPARABLE and "detail='full'" in found.reason
-    with pytest.raises(RecordingError, match="'embed' was recorded as a sketch, which depends on the parameter's name"):
+    assert found.verdict is Verdict.INCOMPARABLE, found.reason
+    assert "parameters are rearranged (such as 'embed': a b -> b a)" in found.reason and "--detail full" in found.reason
+    with pytest.raises(RecordingError, match="was recorded as a sketch, which depends on the order of its elements"):
         compare(a, b, param_map=MAP)
     assert in_one_naming(a, b, MAP).b.recorded_steps() == ()
-    # A parameter with the same name in both is compared by its sketch.
-    same = translate(a, tmp_path / "same", PATHS | {"embed": "embed"}, modules=MODULES, detail="sketch")
-    others = ParamMap(tuple(MapEntry(name, path) for name, path in PATHS.items() if name != "embed"))
-    assert compare(a, same, param_map=others).verdict is Verdict.EQUAL

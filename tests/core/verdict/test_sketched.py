@@ -68,7 +68,7 @@ def test_ranks_sketches_add_up_to_that_of_the_whole(tmp_path, kind):
         for phase, use in (("reduce", ""), ("state", "exp_avg"), ("update", "")):
             for name in ("embed", "block.w"):
                 found = sketch.sketch(phase, 1, name, use=use)
-                expected = sketches_of(name, [full.full(phase, 1, name, use=use)])[0]
+                expected = sketches_of([full.full(phase, 1, name, use=use)])[0]
                 assert found.equals(expected)
                 np.testing.assert_allclose(found.sums, expected.sums, rtol=0, atol=expected.resolution)
         assert sketch.full("update", 1, "bias").shape == (3,)  # small: whole
@@ -159,16 +159,16 @@ def test_a_backend_may_sketch_for_itself(tmp_path):
     with RecordingWriter(tmp_path, manifest, 0) as writer:
         writer.batch(0, synthetic.digest(""), [0])
         writer.loss(0, 0.0)
-        writer.updated(0, "", {"embed": (0, 1200, sketches_of("embed", [values])[0])})
-        output = sketches_of("output/0/block", [values])[0]
+        writer.updated(0, "", {"embed": (0, 1200, sketches_of([values])[0])})
+        output = sketches_of([values])[0]
         writer.activation(0, 0, "block", "output", output, (2, 600))
         with pytest.raises(RecordingError, match="expected the shape of 1200 sketched elements, got None"):
             writer.activation(0, 1, "block", "output", output)
         with pytest.raises(RecordingError, match="expected 1100 elements, 0:1100 of 1200, got 1200"):
-            writer.updated(0, "", {"embed": (0, 1100, sketches_of("embed", [values])[0])})
+            writer.updated(0, "", {"embed": (0, 1100, sketches_of([values])[0])})
         writer.end_step(0)
     recording = Recording.open(tmp_path)
-    assert recording.sketch("update", 0, "embed").equals(sketches_of("embed", [values])[0])
+    assert recording.sketch("update", 0, "embed").equals(sketches_of([values])[0])
     found = recording.activation_sketch(0, 0, 0, "block", "output")
     assert found is not None and found.equals(output)
     with pytest.raises(RecordingError, match="the output of 'block' at step 0 was recorded as a sketch"):

@@ -23,12 +23,12 @@ DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 def test_every_bit_of_the_fingerprint_and_the_sums_are_those_of_the_core(dtype, numel, start):
     values = np.random.default_rng(numel).normal(size=numel).astype(dtype)
     values[3:5], values[6:7] = np.nan, -np.inf
-    found, wanted = sketch_of("blocks.0.w", values, start), sketches_of("blocks.0.w", [values], start)[0]
+    found, wanted = sketch_of(values, start), sketches_of([values], start)[0]
     assert found.equals(wanted) and found.num_not_finite == wanted.num_not_finite == min(numel, 3)
     np.testing.assert_allclose(found.sums, wanted.sums, rtol=0, atol=wanted.resolution)
     np.testing.assert_allclose(found.squares, wanted.squares, rtol=1e-12)
     values = values.reshape(-1, 3) if numel % 3 == 0 else values
-    other = sketch_of("blocks.0.w", np.asfortranarray(values), start)
+    other = sketch_of(np.asfortranarray(values), start)
     assert other.equals(wanted)
 
 
@@ -36,11 +36,11 @@ def test_64_bits_are_left_as_the_loop_chose_them():
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", False)
     try:
-        found = sketch_of("w", np.arange(1000.0))
+        found = sketch_of(np.arange(1000.0))
         assert jax.numpy.arange(3.0).dtype == np.float32
     finally:
         jax.config.update("jax_enable_x64", before)
-    assert found.equals(sketches_of("w", [np.arange(1000.0)])[0])
+    assert found.equals(sketches_of([np.arange(1000.0)])[0])
 
 
 def test_without_a_cpu_of_jaxs_numpy_sketches(monkeypatch):
@@ -48,7 +48,7 @@ def test_without_a_cpu_of_jaxs_numpy_sketches(monkeypatch):
         raise RuntimeError(f"Unknown backend {backend}")
 
     monkeypatch.setattr(sketch.jax, "local_devices", none)
-    assert sketch_of("w", np.arange(1000.0)).equals(sketches_of("w", [np.arange(1000.0)])[0])
+    assert sketch_of(np.arange(1000.0)).equals(sketches_of([np.arange(1000.0)])[0])
 
 
 def test_a_recording_of_sketches_says_of_all_quantities_what_a_full_one_does(tmp_path):

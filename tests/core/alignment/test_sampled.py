@@ -1,0 +1,142 @@
+"""Alignment of recordings in sketches: the same maps as from all values, where samples decide, and nothing where they do not."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, VALUES, align
+from crossframe.alignment.sampled import order_of
+from crossframe.alignment.summary import Summary
+from crossframe.rearrange import Rearrangement
+
+PATTERNS = {
+    "a b -> a b": (40, 64),
+    "a b -> b a": (64, 64),
+    "h w i o -> o i h w": (3, 3, 8, 16),
+    "i h w=8 -> (h w) i": (40, 4, 8),
+    "h w=8 o -> o (h w)": (4, 8, 40),
+    "(h pair=8 two=2) i -> (h two pair) i": (64, 40),
+    "i (h pair=8 two=2) -> (h two pair) i": (64, 64),
+    "a b=16 c -> 1 (a b) 1 c": (4, 16, 40),
+}
+
+
+def values(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def summaries(arrays):
+    return {name: Summary.of(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_order_of_dims_is_found_from_samples(pattern, dtype):
+    array = values(PATTERNS[pattern], dtype=dtype)
+    canonical = Rearrangement(pattern)(array)
+    found = order_of(Summary.of(np.ascontiguousarray(canonical)), Summary.of(array))
+    assert found is not None and np.array_equal(found(array), canonical)
+
+
+def test_orders_that_samples_do_not_tell_apart_are_not_decided():
+    rng = np.random.default_rng(1)
+    array = values((64, 64))
+    assert order_of(Summary.of(array[rng.permutation(64)]), Summary.of(array)) is None
+    few = np.zeros((64, 64), np.float32)
+    few[:3, :3] = values((3, 3))
+    assert order_of(Summary.of(few.T.copy()), Summary.of(few)) is None
+    coarse = np.round(array)  # many elements are equal
+    assert order_of(Summary.of(coarse.T.copy()), Summary.of(coarse)) is None
+
+
+def model(layers=3, width=64):
+    found = {"embed.weight": values((100, width), 99)}
+    for layer in range(layers):
+        at = f"h.{layer}"
+        for i, part in enumerate(("q", "k", "v")):
+            found[f"{at}.attn.{part}.weight"] = values((width, width), 10 * layer + i)
+            found[f"{at}.attn.{part}.bias"] = np.zeros(width, np.float32)
+        found[f"{at}.norm.weight"] = np.ones(width, np.float32)
+        found[f"{at}.mlp.weight"] = values((2 * width, width), 10 * layer + 5)
+    return found
+
+
+def gradients(params):
+    return {name: values(array.shape, 1000 + i) for i, (name, array) in enumerate(params.items())}
+
+
+def renamed(params, change=lambda name, array: array):
+    return {name.replace("h.", "layers.").replace("weight", "w"): change(name, each) for name, each in params.items()}
+
+
+def noisy(name, array):
+    return array + 1e-6 * values(array.shape, 5)
+
+
+def test_names_are_found_on_all_values_and_equal_values_by_gradients():
+    params = model()
+    grads = gradients(params)
+    found = align(summaries(params), summaries(renamed(params)), (summaries(grads), summaries(renamed(grads, noisy))))
+    assert not found.undecided
+    assert {entry.name: entry.paths[0] for entry in found.param_map.entries} == dict(
+        zip(params, renamed(params), strict=True)
+    )
+    varied = {name for name, array in params.items() if array.ndim > 1}
+    assert {found.evidence[name] for name in varied} == {VALUES}
+    assert {found.evidence[name] for name in params.keys() - varied} <= {GRADIENTS, MODULES}
+
+
+def test_transposed_parameters_say_that_samples_decided():
+    params = model()
+    other = renamed(params, lambda name, array: array.T.copy() if array.ndim > 1 else array)
+    found = align(summaries(params), summaries(other))
+    for entry in found.param_map.entries:
+        assert np.array_equal(entry.to_canonical(*(other[path] for path in entry.paths)), params[entry.name])
+    assert found.evidence["h.1.mlp.weight"] == SAMPLES and len(found.param_map.entries) >= 13
+
+
+def joined(params, dim):
+    """The model with query, key and value in one array."""
+    found = {}
+    for name, array in params.items():
+        if ".attn.q." in name:
+            parts = [params[name.replace(".q.", f".{part}.")] for part in "qkv"]
+            found[name.replace(".q.", ".qkv.")] = np.concatenate(parts, dim if array.ndim > 1 else 0)
+        elif ".attn." not in name:
+            found[name] = array
+    return found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_parameters_are_found_in_their_array(dim):
+    params = model()
+    other = joined(params, dim)
+    found = align(summaries(params), summaries(other))
+    assert {f"h.{i}.attn.{part}.weight" for i in range(3) for part in "qkv"} <= found.param_map.by_name.keys()
+    for entry in found.param_map.entries:
+        assert np.array_equal(entry.to_canonical(*(other[path] for path in entry.paths)), params[entry.name])
+
+
+def test_stacked_parameters_are_found_in_their_array():
+    params = {name: array for name, array in model().items() if array.ndim > 1}
+    other = {"embed": params["embed.weight"].T.copy()}
+    for part in ("attn.q", "attn.k", "attn.v", "mlp"):
+        other[part] = np.stack([params[f"h.{layer}.{part}.weight"].T for layer in range(3)])
+    found = align(summaries(params), summaries(other))
+    assert not found.undecided and found.param_map.by_name["h.2.mlp.weight"].pattern == "[2/3] a b -> b a"
+    for entry in found.param_map.entries:
+        assert np.array_equal(entry.to_canonical(*(other[path] for path in entry.paths)), params[entry.name])
+
+
+def test_a_changed_element_is_no_counterpart():
+    params = {name: array for name, array in model().items() if array.ndim > 1}
+    other = {name: array.T.copy() for name, array in params.items()}
+    other["h.1.mlp.weight"][-1, -1] += 1.0
+    found = align(summaries(params), summaries(other))
+    assert found.param_map.by_name.keys() == params.keys() - {"h.1.mlp.weight"}
+    assert all("--detail full" in each.why for each in found.undecided)
+    # Nor is an array whose parts are joined, if one of them has another element.
+    wrong = joined(params, 0)
+    wrong["h.0.attn.qkv.weight"][-1, -1] += 1.0
+    names = align(summaries(params), summaries(wrong)).param_map.by_name.keys()
+    assert not any(name.startswith("h.0.attn") for name in names) and "h.1.attn.k.weight" in names
