@@ -186,12 +186,12 @@ def compare_bench(steps: int | None = None) -> Bench:
 
 
 def scale_bench() -> Bench:
-    """A simulation of recording a model of eight billion parameters on 64 ranks, and the comparison of such recordings."""
+    """A simulation of recording a model of eight billion parameters on 64 ranks, and what work on such recordings costs."""
 
-    def measure(quick: bool) -> Sequence[Section]:
-        from experiments.bench.scale import FULL, SMALL, scale_sections
+    def measure(quick: bool) -> Iterator[Section]:
+        from experiments.bench.scale import BLOCKS, FULL, SMALL, scale_sections
 
-        return scale_sections(SMALL if quick else FULL)
+        return scale_sections(SMALL if quick else FULL, (1, 2) if quick else BLOCKS)
 
     return Bench("Scale", torch_machine, measure)
 

@@ -6,6 +6,7 @@ disk need not hold them all. What reads them does not know that.
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -18,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from crossframe.alignment import align_either_way
+from crossframe.alignment.models import read_models
 from crossframe.cli.compare import equal_as_stated
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
@@ -25,6 +28,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, Sketch, create_recording, event_format
+from crossframe.recording.sample import Sample, nearest, num_sampled, sample_of
 from crossframe.recording.sketch import NUM_SUMS, WHOLE
 from crossframe.shapes import ModelShapes
 from crossframe.verdict import compare
@@ -102,9 +106,10 @@ def compare_section(sizes: CompareSizes) -> Section:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and the most bytes that the process ever had in memory."""
+    """Seconds, those of the processor, and the most bytes that the process ever had in memory."""
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
 
 
@@ -115,9 +120,9 @@ def measured(work: Callable[..., Any], *paths: Path) -> Cost:
 
 
 def _cost(work: Callable[..., Any], paths: tuple[Path, ...]) -> Cost:
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     work(*paths)
-    return Cost(time.perf_counter() - start, _peak_bytes())
+    return Cost(time.perf_counter() - start, time.process_time() - cpu, _peak_bytes())
 
 
 def _peak_bytes() -> int:
@@ -134,35 +139,67 @@ def compare_recordings(a: Path, b: Path) -> None:
     assert found.verdict.agrees or found.verdict.value == "inconclusive", found.reason
 
 
+def map_recordings(a: Path, b: Path) -> None:
+    """Derive the map between the parameters of two recordings, which decides all."""
+    (values, gradients), (other_values, other_gradients) = read_models((a, b))
+    found, _ = align_either_way(values, other_values, (gradients, other_gradients))
+    assert not found.undecided, found.undecided[:2]
+
+
 def _stated(a: Path, b: Path) -> None:
     assert equal_as_stated(a, b, read_anyway=0) is not None
 
 
-def write_sketched(path: Path, sizes: CompareSizes, *, noise: float) -> None:
+@dataclass(frozen=True)
+class Form:
+    """How a second program has the model.
+
+    Attributes:
+        prefix: in front of all names.
+        transposed: whether it has matrices with their dims in the other order.
+    """
+
+    prefix: str = ""
+    transposed: bool = False
+
+    def name(self, name: str) -> str:
+        return f"{self.prefix}{name}"
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1] if self.transposed else shape
+
+
+AS_IT_IS = Form()
+
+
+def write_sketched(path: Path, sizes: CompareSizes, *, noise: float, form: Form = AS_IT_IS) -> None:
     """A recording in sketches of a training run that never was.
 
     Args:
         noise: how far what is computed lies from that of a recording without noise, in parts of it.
+        form: how the program that is recorded has the model.
     """
     units = sizes.model.units
-    made = manifest_of(sizes)
+    made = manifest_of(sizes, form)
     whole, world_size = replace(made, steps=sizes.num_steps), sizes.world_size
     create_recording(path, made)
     pieces = [pieces_of(made, rank) for rank in range(world_size)]
+    samples = _Samples(sizes, form, pieces)
     assert len(made.units) == len(units) + 1
     for rank in range(world_size):
         with RecordingWriter(path, made, rank) as writer:
             for step in range(made.steps or 0):
-                _write_step(writer, step, pieces[rank], noise)
+                _write_step(writer, step, pieces[rank], noise, samples)
     (path / "manifest.json").write_bytes(whole.to_bytes())
     for rank in range(world_size):
         _repeat(path / event_format.rank_folder(rank), made, whole)
 
 
-def manifest_of(sizes: CompareSizes) -> Manifest:
+def manifest_of(sizes: CompareSizes, form: Form = AS_IT_IS) -> Manifest:
     """The manifest of the drawn steps."""
-    specs = tuple(ParamSpec(name, shape, DTYPE) for name, shape in sizes.model.shapes.items())
-    shapes = ModelShapes("llama", specs, sizes.model.units)
+    own = {form.name(name): form.shape(shape) for name, shape in sizes.model.shapes.items()}
+    specs = tuple(ParamSpec(name, shape, DTYPE) for name, shape in own.items())
+    shapes = ModelShapes("llama", specs, tuple(map(form.name, sizes.model.units)))
     return Manifest(
         framework="torch",
         model="llama",
@@ -173,7 +210,7 @@ def manifest_of(sizes: CompareSizes) -> Manifest:
         seed=0,
         terms=4096,
         schedule=Schedule(dense=0, every=1),
-        param_map=identity_map(sizes.model.shapes),
+        param_map=identity_map(own),
         units=shapes.layouts("flat", sizes.world_size),
         detail="sketch",
         settings={"optimizer": "AdamW"},
@@ -194,7 +231,43 @@ def pieces_of(made: Manifest, rank: int) -> list[tuple[str, list[Piece]]]:
     return [(unit, of(layout)) for unit, layout in made.units]
 
 
-def _write_step(writer: RecordingWriter, step: int, pieces: list[tuple[str, list[Piece]]], noise: float) -> None:
+class _Samples:
+    """The samples of made-up parameters: of a matrix the same elements whatever its dims, of a vector ones."""
+
+    def __init__(self, sizes: CompareSizes, form: Form, pieces: list[list[tuple[str, list[Piece]]]]) -> None:
+        """`pieces` are those of each rank."""
+        wanted: dict[str, int] = {}
+        for name, start, stop, _ in (piece for of_rank in pieces for _, own in of_rank for piece in own):
+            wanted[name] = wanted.get(name, 0) + num_sampled(stop - start)
+        self.moved = frozenset(
+            form.name(name) for name, shape in sizes.model.shapes.items() if form.transposed and len(shape) > 1
+        )
+        self._of: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}  # signature, places, values
+        for i, (name, shape) in enumerate(sizes.model.shapes.items()):
+            if len(shape) == 1:
+                continue
+            rng, numel = np.random.default_rng([i]), math.prod(shape)
+            places = np.unique(rng.integers(numel, size=2 * wanted[form.name(name)]))
+            values = rng.normal(size=len(places)).astype(DTYPE) / np.float32(numel)
+            if form.transposed:
+                places = np.ravel_multi_index(np.unravel_index(places, shape)[::-1], shape[::-1])
+                order = np.argsort(places)
+                places, values = places[order], values[order]
+            self._of[form.name(name)] = int(rng.integers(2**63)), places, values
+
+    def of(self, name: str, start: int, stop: int) -> Sample:
+        if name not in self._of:
+            return sample_of(np.ones(stop - start, DTYPE), start)
+        signature, places, values = self._of[name]
+        first, last = np.searchsorted(places, (start, stop))
+        near, _ = nearest(values[first:last], np.arange(last - first), num_sampled(stop - start))
+        own = places[first:last][near] - start
+        return Sample.of_piece(0 if start else signature, own, values[first:last][near], stop - start, start)
+
+
+def _write_step(
+    writer: RecordingWriter, step: int, pieces: list[tuple[str, list[Piece]]], noise: float, samples: _Samples
+) -> None:
     rng, other = np.random.default_rng([step, writer.rank]), np.random.default_rng([step, writer.rank, 1])
 
     def drawn(unit_pieces: list[Piece], size: float, exact: bool = False) -> dict[str, tuple[int, int, Any]]:
@@ -209,6 +282,9 @@ def _write_step(writer: RecordingWriter, step: int, pieces: list[tuple[str, list
                     sums *= 1 + noise * other.normal(size=NUM_SUMS)
                 prints = int(rng.integers(2**63)) + (0 if exact or not noise else step + 1)
                 values = Sketch(count, DTYPE, prints, sums, float(size**2 * count))
+                if exact:
+                    prints += name in samples.moved
+                    values = replace(values, fingerprint=prints, sample=samples.of(name, start, stop))
             found[name] = (start, stop, values)
         return found
 
