@@ -483,8 +483,8 @@ class RecordingWriter:
         """Add a sketch to the step's file; returns its row."""
         if sketch.seed:
             raise RecordingError(
-                f"rank {self.rank}: expected a sketch whose keys depend on no name, got one of {sketch.seed!r}, as up to format 6; "
-                "record the run again"
+                f"rank {self.rank}: expected a sketch whose keys depend on no name, got one of {sketch.seed!r}, as up to format "
+                "6; record the run again"
             )
         self._sketches.append(sketch.to_row())
         return len(self._sketches) - 1

@@ -45,6 +45,9 @@ def test_orders_that_samples_do_not_tell_apart_are_not_decided():
     few = np.zeros((64, 64), np.float32)
     few[:3, :3] = values((3, 3))
     assert order_of(Summary.of(few.T.copy()), Summary.of(few)) is None
+    both_fit = array + array.T
+    both_fit[0, 1] += 100.0  # beyond the sample
+    assert order_of(Summary.of(both_fit.T.copy()), Summary.of(both_fit)) is None
     coarse = np.round(array)  # many elements are equal
     assert order_of(Summary.of(coarse.T.copy()), Summary.of(coarse)) is None
 

@@ -102,14 +102,14 @@ def test_the_number_of_sums_follows_from_the_size(run):
 
 def test_a_folded_sketch_is_of_the_same_elements():
     a, b = (np.random.default_rng(i).normal(size=5000) for i in (1, 2))
-    both = [sketches_of("w", [each])[0] for each in (a, b)]
+    both = [sketches_of([each])[0] for each in (a, b)]
     folded = [each.folded(16) for each in both]
     # The standard deviation of the square is at most sqrt(2 / 16) of it; 4 of them.
     assert folded[0].distance(folded[1]) ** 2 == pytest.approx(np.square(a - b).sum(), rel=4 * np.sqrt(2 / 16))
     assert both[0].distance(folded[1]) == folded[0].distance(folded[1])
     changed = a.copy()
     changed[7] += 3.0
-    assert folded[0].distance(sketches_of("w", [changed])[0]) == pytest.approx(3.0)
+    assert folded[0].distance(sketches_of([changed])[0]) == pytest.approx(3.0)
 
 
 def test_equal_runs_have_goldens_of_equal_bytes(run, golden):
