@@ -282,7 +282,8 @@ class Recording:
         for run in runs:
             if run.sample is None:
                 return None
-            items = self._file(run.rank, 0).samples(self._indexes[run.rank].lines[0].num_sample_items)
+            num = self._indexes[run.rank].lines[0].num_sample_items
+            items = self._file(run.rank, 0).read(event_format.SAMPLES_KEY, "float64", num)
             try:
                 parts.append(Sample.from_items(items[slice(*run.sample)], run.start, run.stop))
             except ValueError as error:

@@ -11,7 +11,7 @@ from crossframe import tensor_file
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError
 from crossframe.files import FileError
-from crossframe.recording.event_format import SAMPLES_KEY, SKETCHES_KEY
+from crossframe.recording.event_format import SKETCHES_KEY
 from crossframe.recording.sketch import ROW
 
 
@@ -60,10 +60,6 @@ class TensorFile:
             return self._file.read(key, numpy_dtype(dtype), (numel,))
         except FileError as error:
             raise RecordingError(f"{error}; record the run again") from None
-
-    def samples(self, num: int) -> np.ndarray:
-        """All samples in the file, of shape (num,)."""
-        return self.read(SAMPLES_KEY, "float64", num)
 
     def rows(self, num: int) -> np.ndarray:
         """The rows of all sketches in the file, of shape (num, ROW)."""
