@@ -15,6 +15,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def foreign(
     pairs: Annotated[list[str] | None, typer.Argument(help="Names of pairs. Default: all", show_default=False)] = None,
+    number: Annotated[int, typer.Option("--set", min=1, max=2, help="The set of pairs.")] = 1,
     cache: Annotated[Path, typer.Option(help="Folder of the environments that pip makes.")] = Path("runs/foreign"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,
     freeze: Annotated[
@@ -25,4 +26,5 @@ def foreign(
     from experiments.foreign.run import run_foreign
 
     with exit_on_error():
-        raise typer.Exit(run_foreign(pairs or (), cache=cache, output=output, freezes=freeze, console=console))
+        status = run_foreign(pairs or (), number=number, cache=cache, output=output, freezes=freeze, console=console)
+        raise typer.Exit(status)

@@ -22,8 +22,9 @@ from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "foreign.json"
-TORCH = ("torch", "timm")
+RESULTS = {1: HERE / "results" / "foreign.json", 2: HERE / "results" / "second.json"}
+"""Results by set of pairs."""
+TORCH = ("torch", "torch_second", "timm")
 PERTURBED = {"float64": 0, "float32": 4}
 """Perturbed runs of side a, by dtype."""
 
@@ -34,6 +35,7 @@ class Pair:
 
     Attributes:
         environments: of side a and side b, files in `environments/`.
+        number: the set that the pair belongs to: pairs of one set are frozen, run and reported together.
         side: the side that has the fault.
     """
 
@@ -43,6 +45,7 @@ class Pair:
     dtype: str
     side: str
     fault: Fault
+    number: int
 
     def environment(self, side: str) -> str:
         """The environment of a side."""
@@ -53,16 +56,18 @@ class Pair:
         return HERE / self.name / f"{side}.py"
 
 
-def pairs_of(only: Sequence[str] = ()) -> list[Pair]:
-    """All pairs, or those of these names.
+def pairs_of(only: Sequence[str] = (), number: int = 1) -> list[Pair]:
+    """All pairs of a set, or those of these names.
 
     Raises:
         UsageError: no pair has a name.
     """
-    found = {path.parent.name: path for path in sorted(HERE.glob("*/pair.toml"))}
+    paths = sorted(HERE.glob("*/pair.toml"))
+    found = {path.parent.name: _pair(path.parent.name, tomllib.loads(path.read_text())) for path in paths}
+    found = {name: pair for name, pair in found.items() if pair.number == number}
     if unknown := set(only) - found.keys():
-        raise UsageError(f"foreign: expected names of {sorted(found)}, got {sorted(unknown)}")
-    return [_pair(name, tomllib.loads(found[name].read_text())) for name in only or found]
+        raise UsageError(f"foreign: expected names of set {number}, {sorted(found)}, got {sorted(unknown)}")
+    return [found[name] for name in only or found]
 
 
 def _pair(name: str, table: Mapping[str, Any]) -> Pair:
@@ -78,19 +83,22 @@ def _pair(name: str, table: Mapping[str, Any]) -> Pair:
         "diagnosis": UNNAMED,
     }
     fault = Fault(name=name, perturbed=PERTURBED[dtype], **kinds, **stated)
-    return Pair(name, table["what"], tuple(table["environments"]), dtype, side, fault)
+    return Pair(name, table["what"], tuple(table["environments"]), dtype, side, fault, table.get("set", 1))
 
 
-def run_foreign(only: Sequence[str], *, cache: Path, output: Path | None, freezes: bool, console: Console) -> int:
+def run_foreign(
+    only: Sequence[str], *, number: int, cache: Path, output: Path | None, freezes: bool, console: Console
+) -> int:
     """Run pairs and write their results; returns the exit status, 0 unless something could not be run.
 
     Args:
-        only: names of pairs. Empty: all.
+        only: names of pairs. Empty: all of the set.
+        number: the set of pairs.
         cache: folder of environments, which are made where they are missing.
         output: JSON of results, and beside it Markdown. Results of other pairs that it has are kept.
         freezes: record nothing and compare nothing: write `expected.json` of the pairs.
     """
-    pairs, target = pairs_of(only), output or RESULTS
+    pairs, target = pairs_of(only, number), output or RESULTS[number]
     pythons = {
         name: make_virtual_environment(name, HERE / "environments" / f"{name}.txt", cache, console)
         for name in sorted({name for each in pairs for name in each.environments})

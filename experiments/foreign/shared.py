@@ -93,11 +93,14 @@ def write_converted(given: argparse.Namespace, convert: Callable[[Arrays], Array
 
 
 def load_converted(given: argparse.Namespace, model: Any, convert: Callable[[Arrays], Arrays]) -> None:
-    """Give a torch model of side b the values of side a."""
+    """Give a torch model of side b the values of side a. The converted file has parameters alone: maps have no buffers."""
     import torch
 
     if given.convert:
-        write_converted(given, convert)
+        trained = dict(model.named_parameters())
+        write_converted(
+            given, lambda arrays: {name: value for name, value in convert(arrays).items() if name in trained}
+        )
         sys.exit()
     values = convert(load_file(given.values / "a.safetensors"))
     own = unique_state(model)

@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from crossframe.param_map import MapEntry, ParamMap
@@ -11,8 +12,9 @@ from experiments.foreign.run import HERE, judge_map, pairs_of
 from experiments.foreign.shared import write_converted
 
 
-def test_foreign_pairs_are_whole():
-    pairs = pairs_of()
+@pytest.mark.parametrize("number", [1, 2])
+def test_foreign_pairs_are_whole(number):
+    pairs = pairs_of(number=number)
     assert len(pairs) >= 8
     for pair in pairs:
         expected = json.loads((HERE / pair.name / "expected.json").read_text())
