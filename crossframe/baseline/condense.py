@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from crossframe.dtypes import unit_roundoff
 from crossframe.errors import UsageError
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.dims import Order
@@ -56,6 +57,8 @@ def condense(
         RecordingError: too few perturbed runs, or tensors that are damaged.
         UsageError: the golden does not fit.
     """
+    for number, each in enumerate(perturbed, 1):
+        _check_repeats(recording, each, number)
     golden = replace(_reduced(recording), command=tuple(command))
     num_sums, size = NUM_SUMS, most_bytes + 1
     while num_sums >= LEAST_SUMS:
@@ -76,6 +79,26 @@ def condense(
 def with_spread(golden: Golden, perturbed: Sequence[Recording], directory: Path) -> Golden:
     """The golden with the spread of perturbed runs. See [Note: spread of a golden]."""
     return replace(golden, spread=spread_of(Recording.of_golden(directory, golden), perturbed).stored())
+
+
+def _check_repeats(recording: Recording, perturbed: Recording, number: int) -> None:
+    """Raise UsageError unless a perturbed run begins one unit in the last place away, with the same batches.
+
+    A unit in the last place is at most 2 u of an element, and the estimate of a sketch is less than twice too large.
+    """
+    ends, again = f"perturbed run {number} of {recording.directory}", "seed everything that the run draws"
+    if perturbed.num_steps != recording.num_steps:
+        raise UsageError(f"{ends}: expected {recording.num_steps} steps, got {perturbed.num_steps}; {again}")
+    for step in range(recording.num_steps):
+        for rank in range(recording.manifest.world_size):
+            if perturbed.batch(step, rank).digest != recording.batch(step, rank).digest:
+                raise UsageError(f"{ends}: the batch of rank {rank} at step {step} is another one; {again}")
+    for name, spec in recording.manifest.params.items():
+        if not spec.numel or not recording.has(PARAMETERS, 0, name) or not perturbed.has(PARAMETERS, 0, name):
+            continue
+        own, other = (assemble(each, PARAMETERS, 0, name).sketched(name) for each in (recording, perturbed))
+        if own.distance(other) > 4 * unit_roundoff(spec.dtype) * own.norm:
+            raise UsageError(f"{ends}: begins with other values of {name!r}; {again}")
 
 
 def _folded(golden: Golden, num_sums: int) -> Golden:

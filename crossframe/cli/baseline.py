@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,11 +100,10 @@ class Options:
     forward: bool = False
 
     @classmethod
-    def of(cls, golden: Recording) -> "Options":
-        """Those of the run that became a golden."""
+    def of(cls, golden: Recording, framework: str | None = None) -> "Options":
+        """Those of the run that became a golden. Its framework is used unless another one is given."""
         manifest = golden.manifest
-        framework = manifest.framework if golden.golden is not None and golden.golden.command else None
-        return cls(manifest.schedule, framework, bool(manifest.settings.get(FORWARD_ONLY)))
+        return cls(manifest.schedule, framework or manifest.framework, bool(manifest.settings.get(FORWARD_ONLY)))
 
     def record(self, command: Command, folder: Path, perturbed_runs: int, console: Console) -> Recording:
         """Run the command and record it. What the script prints goes to standard error."""
@@ -165,7 +165,7 @@ def record_golden(
         raise UsageError(
             f"{quote_path(path)}: exists already; see what would change with crossframe baseline update, or pass --overwrite"
         )
-    _check(perturbed_runs, max_kb)
+    check_limits(perturbed_runs, max_kb)
     if recording is not None:
         source = Recording.open(recording)
         made = condense(source, source.perturbed_runs(), most_bytes=1000 * max_kb)
@@ -231,7 +231,7 @@ def update_golden(
     assert before.golden is not None
     command = _command(words, before)
     number = perturbed_runs or (before.golden.spread.num_runs if before.golden.spread else PERTURBED_RUNS)
-    _check(number, max_kb)
+    check_limits(number, max_kb)
     with tempfile.TemporaryDirectory() as temporary:
         made, run = _recorded(command, Options.of(before), number, max_kb, Path(temporary, _THIS_RUN), errors)
         report, series = report_of([(before, run)])
@@ -244,9 +244,12 @@ def update_golden(
         console.print(f"{path} stays as it is")
         return AGREE
     console.print(f"size: {path.stat().st_size / 1000:.0f} kB -> {len(content) / 1000:.0f} kB")
-    if not yes and not typer.confirm(f"write {path}?", err=True):
-        console.print(f"{path} stays as it is")
-        return AGREE
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise UsageError(f"{quote_path(path)}: not written, since nobody can confirm it here: pass --yes")
+        if not typer.confirm(f"write {path}?", err=True):
+            console.print(f"{path} stays as it is")
+            return AGREE
     _write(path, made, console)
     return AGREE
 
@@ -270,7 +273,8 @@ def _command(words: Sequence[str], golden: Recording) -> Command:
     return Command.of(words or golden.golden.command)
 
 
-def _check(perturbed_runs: int, max_kb: int) -> None:
+def check_limits(perturbed_runs: int, max_kb: int) -> None:
+    """Raise UsageError if the number of perturbed runs or the size of a golden is out of range."""
     check_perturbed_runs(perturbed_runs)
     check_size("perturbed-runs", perturbed_runs, 2, perturbed_runs)
     check_size("max-kb", max_kb, 1, _MOST_KB)

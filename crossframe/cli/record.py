@@ -19,7 +19,8 @@ from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
 
-_MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
+MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
+"""The module of each framework that records a script in its process."""
 DENSE, DENSE_FORWARD = 2, 16
 _DETAILS = ("full", "sketch", "auto")
 MAX_PROCESSES = 1024
@@ -129,7 +130,7 @@ def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *
     """
     if not script.is_file():
         raise UsageError(f"{command}: expected the path of a training script, but {script} is not a file")
-    if stated not in (None, *_MODULES):
+    if stated not in (None, *MODULES):
         raise UsageError(f"{command}: --framework: expected torch or jax, got {stated!r}")
     framework = stated or ("jax" if is_of_jax(script) else "torch")
     if find_spec(framework) is None:
@@ -169,5 +170,5 @@ def script_command(
     """
     of_script = [json.dumps(options), str(script), *arguments]
     if nproc_per_node is None:
-        return module_command(f"{_MODULES[framework]}:main", of_script)
-    return module_command(f"{_MODULES[framework]}:launch", [str(nproc_per_node), *of_script])
+        return module_command(f"{MODULES[framework]}:main", of_script)
+    return module_command(f"{MODULES[framework]}:launch", [str(nproc_per_node), *of_script])

@@ -57,6 +57,9 @@ def test_the_wheel_has_the_three_typed_packages_alone(wheel):
         "torch_backend",
         "jax_backend",
     }
+    (listed,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    points = zipfile.ZipFile(wheel).read(listed).decode()
+    assert "[pytest11]\ncrossframe = crossframe.pytest_plugin" in points
     assert {f"{package}/py.typed" for package in ("crossframe", "torch_backend", "jax_backend")} <= set(names)
     assert {"crossframe/report/report.html.j2", "crossframe/report/report.css"} <= set(names)
     assert {f"crossframe/explorer/explorer.{kind}" for kind in ("html", "css", "js")} <= set(names)
