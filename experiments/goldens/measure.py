@@ -1,0 +1,161 @@
+"""`python -m experiments goldens`: faults of the catalogue and harmless changes, checked against goldens of at most 200 kB."""
+
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from crossframe.baseline import condense
+from crossframe.cli.baseline import MAX_KB, PERTURBED_RUNS, Command, Options
+from crossframe.cli.console import PlainConsole
+from crossframe.cli.fixture import InProcess
+from crossframe.errors import UsageError
+from crossframe.recording import Recording, Schedule
+from crossframe.verdict import PairVerdict, compare
+from experiments.faults.catalogue import FAULTS, Fault
+from experiments.faults.judging import place_of
+from experiments.faults.run import Recorders, References, settings_of
+
+DTYPE = "float32"
+OTHER_PACKAGES = "CROSSFRAME_OTHER_PACKAGES"
+"""The environment variable with a folder of other versions of packages, for the changes that have them."""
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check said.
+
+    Attributes:
+        name: of the fault or the change.
+        expected: the right verdict; "agree" for harmless changes.
+        verdict: the verdict, or "failed".
+        right: whether it is the right one.
+        kb: size of the golden.
+        num_sums: sums of each of its sketches.
+    """
+
+    name: str
+    expected: str
+    verdict: str
+    right: bool
+    kb: float
+    num_sums: int
+    place: str
+    why: str
+    seconds: float
+
+
+def measure_faults(num: int | None, output: Path, console: Console) -> None:
+    """Check faults against goldens of clean runs in the other framework, in an order drawn once.
+
+    Args:
+        num: only the first so many in this order; None: all.
+        output: JSON file, rewritten after each fault.
+    """
+    chosen = [fault for fault in FAULTS.values() if DTYPE in fault.dtypes]
+    random.Random(0).shuffle(chosen)
+    # As few processes as possible are started.
+    chosen = sorted(chosen[:num], key=lambda each: (settings_of(each, DTYPE).world_size, each.frameworks[0]))
+    done: list[Checked] = []
+    with tempfile.TemporaryDirectory() as temporary, Recorders(DTYPE) as recorders:
+        references = References(recorders, Path(temporary), DTYPE)
+        references.perturbed_runs = PERTURBED_RUNS
+        goldens: dict[Path, Recording] = {}
+        for fault in chosen:
+            done.append(_fault(fault, recorders, references, goldens, Path(temporary, fault.name)))
+            _tell(done, output, console)
+
+
+def _fault(
+    fault: Fault, recorders: Recorders, references: References, goldens: dict[Path, Recording], path: Path
+) -> Checked:
+    began, golden = time.monotonic(), None
+    try:
+        reference = references.of(fault, DTYPE)
+        at = reference.directory
+        if at not in goldens:
+            made = condense(reference, reference.perturbed_runs(), most_bytes=1000 * MAX_KB)
+            made.write(at.with_suffix(".golden"))
+            goldens[at] = Recording.open(at.with_suffix(".golden"))
+        golden = goldens[at]
+        recorders.record(fault.frameworks[0], settings_of(fault, DTYPE), path)
+        said = compare(golden, Recording.open(path), bitwise=False)
+    except Exception as error:  # one that fails is no reason not to go on with the others
+        return _checked(fault.name, fault.answer.verdict, None, golden, f"{type(error).__name__}: {error}", began)
+    return _checked(fault.name, fault.answer.verdict, said, golden, said.reason, began)
+
+
+def measure_harmless(names: Sequence[str], output: Path, console: Console) -> None:
+    """Check harmless changes against the golden of one run.
+
+    Args:
+        names: none: all.
+        output: JSON file, rewritten after each change.
+    """
+    from experiments.goldens.training import CHANGES, Change, train
+
+    if strange := [name for name in names if name not in CHANGES]:
+        raise UsageError(f"change: expected among {', '.join(CHANGES)}, got {', '.join(strange)}")
+    options, done = Options(Schedule(2, 1), "torch"), []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        first = InProcess(lambda: train(Change()), "goldens").record(options, folder / "first", PERTURBED_RUNS)
+        condense(first, first.perturbed_runs(), most_bytes=1000 * MAX_KB).write(folder / "first.golden")
+        golden = Recording.open(folder / "first.golden")
+        for name in names or CHANGES:
+            change, began = CHANGES[name], time.monotonic()
+            try:
+                if change.world_size > 1 or change.packages:
+                    run = _in_processes(name, change, options, folder / name)
+                else:
+                    run = InProcess(lambda change=change: train(change), "goldens").record(options, folder / name, 0)
+                said = compare(golden, run, bitwise=False)
+                done.append(_checked(name, "agree", said, golden, said.reason, began))
+            except Exception as error:
+                done.append(_checked(name, "agree", None, golden, f"{type(error).__name__}: {error}", began))
+            _tell(done, output, console)
+
+
+def _in_processes(name: str, change: object, options: Options, folder: Path) -> Recording:
+    world_size = change.world_size  # type: ignore[attr-defined]
+    command = Command((), SCRIPT, (name,), world_size if world_size > 1 else None)
+    before = os.environ.get("PYTHONPATH")
+    if change.packages:  # type: ignore[attr-defined]
+        if OTHER_PACKAGES not in os.environ:
+            raise UsageError(f"set {OTHER_PACKAGES} to a folder with other versions of packages")
+        os.environ["PYTHONPATH"] = os.environ[OTHER_PACKAGES]
+    try:
+        return options.record(command, folder, 0, PlainConsole(stderr=True))
+    finally:
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _checked(
+    name: str, expected: str, said: PairVerdict | None, golden: Recording | None, why: str, began: float
+) -> Checked:
+    verdict = "failed" if said is None else said.verdict.value
+    right = said is not None and (said.verdict.agrees if expected == "agree" else verdict == expected)
+    size = golden.directory.stat().st_size / 1000 if golden is not None else 0.0
+    num_sums = golden.golden.num_sums if golden is not None and golden.golden is not None else 0
+    place = "" if said is None else place_of(said)
+    return Checked(name, expected, verdict, right, size, num_sums, place, why, time.monotonic() - began)
+
+
+def _tell(done: Sequence[Checked], output: Path, console: Console) -> None:
+    last, right = done[-1], sum(each.right for each in done)
+    console.print(
+        f"{last.name:28} {last.verdict:14} {'right' if last.right else 'WRONG':6} {right} of {len(done)}  "
+        f"{last.kb:.0f} kB, {last.num_sums} sums  {last.place if last.right else last.why}"
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
