@@ -97,7 +97,7 @@ def trains(eps=1e-5, seed=0):
 
 def test_a_function_matches_its_golden(tmp_path):
     training, _ = fixture(tmp_path)
-    with pytest.raises(pytest.fail.Exception, match="there is no golden yet.*--update-baselines"):
+    with pytest.raises(pytest.fail.Exception, match=r"there is no golden yet.*--update-baselines"):
         training.matches("one", trains())
     updating, told = fixture(tmp_path, updates=True)
     updating.matches("one", trains(), perturbed_runs=2)
@@ -111,7 +111,7 @@ def test_a_function_matches_its_golden(tmp_path):
 
 def test_an_unseeded_function_gets_no_golden(tmp_path):
     updating, _ = fixture(tmp_path, updates=True)
-    with pytest.raises(UsageError, match="perturbed run 1 .* seed everything"):
+    with pytest.raises(UsageError, match=r"perturbed run 1 .* seed everything"):
         updating.matches("one", trains(seed=None), perturbed_runs=2)
     with pytest.raises(UsageError, match="a file name without a folder"):
         updating.matches("../one", trains())
