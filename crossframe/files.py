@@ -63,7 +63,7 @@ def open_regular(path: Path | str, most_bytes: int | None = None) -> tuple[Binar
         # Before it is opened, since opening a device may have side effects.
         _check_regular(path, os.stat(path))
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # noqa: SIM115
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileError(path, "there is no such file", missing=True) from None
     except (OSError, ValueError) as error:  # a path with a null byte, or with a surrogate, is a ValueError
         raise FileError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
