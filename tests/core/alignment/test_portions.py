@@ -126,6 +126,7 @@ CASES = {
     "stacked and joined": (dict, lambda p: stacked(joined(flat(separate(p)), *QKV, concatenated(-1)))),
     "stacked and joined in groups": (dict, lambda p: stacked(joined(flat(separate(p)), *QKV, in_groups(-1)))),
     "joined": (lambda p: joined(p, *QKV, concatenated(0)), separate),
+    "joined in the same order": (lambda p: joined(p, *QKV, concatenated(0)), dict),
     "joined in groups": (lambda p: joined(p, *QKV, in_groups(0)), separate),
     "joined in groups against flat": (lambda p: joined(p, *QKV, in_groups(0)), lambda p: flat(separate(p))),
     "joined on dim 1": (lambda p: joined(flat(separate(p)), *QKV, concatenated(-1)), lambda p: separate(p)),

@@ -106,3 +106,11 @@ def test_batches_have_the_same_samples_whatever_their_microbatches():
     )
     for other in others:
         assert not whole.has_samples_of(other) and not other.has_samples_of(whole)
+
+
+def test_numbers_of_batches_are_those_in_recordings_of_today():
+    arrays = [TOKENS, TOKENS / 2]
+    assert digest_of(arrays) == "d7d3cd75d8df76aac0b8b01f2c45f5af2362f98be296d1d45dad04ad0ba2a5d6"
+    assert digest_of([np.arange(70_000)]) == "6af81ff5a1e025a00bc1c7d56dccb38f4bf9a1e9a41537d719551bbcd688e8b2"
+    assert row_ids(arrays) == (7730142404678903207, 4925155752097936831, 4712048184692926904, 2011354254807097343)
+    assert inputs_of([[TOKENS]]) == ((378545729781900206, 671522387845812714),)

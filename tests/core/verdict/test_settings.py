@@ -1,0 +1,187 @@
+"""Settings that differ between two recordings: which are found, what they explain, and how they are described."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossframe.param_map import identity_map
+from crossframe.recording import Recording, RecordingWriter, create_recording
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict.measure.comparable import Setting, differing_settings, labels, why_incomparable
+from crossframe.verdict.measure.locate import Divergence
+from tests.core.helpers import synthetic
+
+PHASES = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, STATE, UPDATE)
+
+
+def where(phase: str, step: int = 2, parameter: str | None = None) -> Divergence:
+    return Divergence(step, phase, 0, "", parameter, None, None, phase)
+
+
+@pytest.mark.parametrize(
+    ("acts_in", "explained"),
+    [(None, ()), (PARAMETERS, (PARAMETERS, FORWARD, STATE, UPDATE)), (STATE, (STATE, UPDATE)), (UPDATE, (UPDATE,))],
+)
+def test_a_setting_explains_the_phases_from_its_own_on(acts_in: str | None, explained: tuple[str, ...]) -> None:
+    setting = Setting("x", 1, 2, acts_in, since=2)
+    phases = [phase for phase in PHASES if phase in (PARAMETERS, UNSHARDED, FORWARD, STATE, UPDATE)]
+    assert tuple(phase for phase in phases if setting.explains(where(phase))) == explained
+    for phase in PHASES:
+        assert not setting.explains(where(phase, 1))
+        assert setting.explains(where(phase, 3)) == (acts_in is not None and phase != UNSHARDED)
+
+
+def test_a_setting_of_forward_explains_all_that_follows() -> None:
+    found = [phase for phase in PHASES if Setting("x", 1, 2, FORWARD).explains(where(phase, 0))]
+    assert found == [FORWARD, BACKWARD, REDUCE, STATE, UPDATE]
+
+
+def test_a_setting_of_some_parameters_explains_them_in_its_step() -> None:
+    some = Setting("x", 1, 2, STATE, 2, ("a", "b"), 5)
+    assert (
+        some.explains(where(STATE, 2, "b")) and some.explains(where(STATE, 2)) and some.explains(where(STATE, 3, "c"))
+    )
+    assert not some.explains(where(STATE, 2, "c"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (Setting("learning_rate", 0.1, 0.2, UPDATE), "learning rate differs: 0.1 in a, 0.2 in b"),
+        (Setting("eps", 1, 2, UPDATE, since=3), "eps differs from step 3 on: 1 in a, 2 in b"),
+        (
+            Setting("eps", 1, 2, UPDATE, 0, ("w", "v"), 5),
+            "eps of 2 of 5 parameters (first 'w') differs: 1 in a, 2 in b",
+        ),
+        (
+            Setting("model", "x", "y", None),
+            "model differs: 'x' in a, 'y' in b; if both are one model, record both with the same Recorder(..., name=...)",
+        ),
+        (Setting("batch", "", "", FORWARD, text="the batch differs"), "the batch differs"),
+    ],
+)
+def test_a_setting_is_described_with_both_values(setting: Setting, said: str) -> None:
+    assert setting.describe(("a", "b")) == said
+
+
+def run(folder: Path, world_size: int = 2, rates: list[list[float]] | None = None, **fields: Any) -> Recording:
+    synthetic.record(folder, synthetic.manifest(world_size, **fields))
+    for rank in range(world_size if rates else 0):
+        for step, rate in enumerate(rates or []):
+            line = f'{{"event": "step", "step": {step}, '
+            synthetic.edit_events(folder, line, f'{line}"rates": {rate}, ', rank=rank)
+    return Recording.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {}, ()),
+        ({"seed": 1}, {"seed": 2}, (Setting("seed", 1, 2, PARAMETERS),)),
+        ({"seed": None}, {"seed": 2}, ()),
+        ({"model": "x"}, {"model": "y"}, (Setting("model", "x", "y", None),)),
+        ({"learning_rate": 0.5}, {"learning_rate": 0.1}, (Setting("learning_rate", 0.5, 0.1, UPDATE),)),
+        (
+            {"settings": {"accumulate": 1, "optimizer": "SGD", "clip": 1.0}},
+            {"settings": {"accumulate": 2, "optimizer": "Adam", "clip": 2.0}},
+            (
+                Setting("accumulate", 1, 2, FORWARD),
+                Setting("optimizer", "SGD", "Adam", STATE),
+                Setting("clip", 1.0, 2.0, STATE),
+            ),
+        ),
+        ({"settings": {"clip": 1.0}}, {}, ()),
+        (
+            {"settings": {"weight_decay": 0.1, "eps": 1e-8}},
+            {"settings": {"weight_decay": 0.2, "eps": 1e-6}},
+            (
+                Setting("weight_decay", 0.1, 0.2, STATE, num_parameters=4),
+                Setting("eps", 1e-8, 1e-6, UPDATE, num_parameters=4),
+            ),
+        ),
+        (
+            {"settings": {"momentum": 0.9}},
+            {"settings": {"momentum": 0.9, "param_groups": [{"params": ["bias", "other"], "momentum": 0.8}]}},
+            (Setting("momentum", 0.9, 0.8, STATE, parameters=("bias",), num_parameters=4),),
+        ),
+        (
+            {"settings": {"param_groups": [{"params": ["bias"], "betas": [0.9, 0.99]}]}},
+            {"settings": {"param_groups": [{"params": ["bias", "embed"], "betas": [0.8, 0.99]}]}},
+            (Setting("betas", [0.9, 0.99], [0.8, 0.99], STATE, num_parameters=1),),
+        ),
+    ],
+)
+def test_settings_that_both_state_are_compared(first: dict, second: dict, expected: tuple, tmp_path: Path) -> None:
+    assert differing_settings(run(tmp_path / "a", **first), run(tmp_path / "b", **second)) == expected
+
+
+def run_without_steps(folder: Path, **fields: Any) -> Recording:
+    create_recording(folder, made := synthetic.manifest(**fields))
+    for rank in range(2):
+        RecordingWriter(folder, made, rank).__exit__(KeyboardInterrupt, None, None)
+    return Recording.open(folder, partial=True)
+
+
+NEAR = 16 * 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fields", "expected"),
+    [
+        ([[0.1], [0.1]], [[0.1], [0.2]], ({}, {}), Setting("learning_rate", 0.1, 0.2, UPDATE, 1, scheduled=True)),
+        ([[0.1], [0.1]], [[0.1 * (1 + 0.99 * NEAR)]] * 2, ({}, {}), None),
+        (
+            [[1.0]],
+            [[1 - 1.01 * NEAR]],
+            ({}, {}),
+            Setting("learning_rate", 1.0, 1 - 1.01 * NEAR, UPDATE, scheduled=True),
+        ),
+        ([[0.1]], [[0.2]], ({"learning_rate": 0.5}, {}), Setting("learning_rate", 0.1, 0.2, UPDATE)),
+        ([[0.1]], [[0.2]], ({"learning_rate": None},) * 2, Setting("learning_rate", 0.1, 0.2, UPDATE)),
+        ([[0.1]], [[0.1]], ({"learning_rate": 0.5}, {}), None),
+        ([[0.1, 0.2]], [[0.1, 0.3]], ({}, {}), Setting("learning_rate", 0.2, 0.3, UPDATE, scheduled=True)),
+        ([[0.1, 0.2]], [[0.1]], ({}, {}), None),
+    ],
+)
+def test_learning_rates_are_compared_at_each_step(
+    first: list, second: list, fields: tuple[dict, dict], expected: Setting | None, tmp_path: Path
+) -> None:
+    a, b = (
+        run(tmp_path / side, rates=rates, **own) for side, rates, own in zip("ab", (first, second), fields, strict=True)
+    )
+    assert differing_settings(a, b) == (() if expected is None else (expected,))
+
+
+def test_recordings_are_called_by_framework_then_folder(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", framework="jax")
+    assert labels(a, b) == ("torch", "jax")
+    assert labels(a, run(tmp_path / "c")) == ("a", "c")
+    same = run(tmp_path / "x" / "a")
+    assert labels(a, same) == (str(tmp_path / "a"), str(tmp_path / "x" / "a"))
+
+
+def test_reasons_against_a_comparison(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    assert why_incomparable(a, run(tmp_path / "b")) is None
+    assert why_incomparable(a, run(tmp_path / "c", 3)) is None
+    own = {"settings": {"per_rank_statistics": ["norm1"]}}
+    assert why_incomparable(a, run(tmp_path / "d", **own)) is None
+    found = why_incomparable(a, run(tmp_path / "e", 3, **own))
+    assert found is not None and found.startswith("in e ['norm1'] normalises over the samples of its own rank")
+    alone = run(tmp_path / "f", settings={"forward_only": True})
+    assert why_incomparable(a, alone) == "f has forward alone, and a is of training"
+    assert why_incomparable(alone, a) == "f has forward alone, and a is of training"
+    uneven = why_incomparable(run(tmp_path / "g", 4), a)
+    assert uneven is not None and uneven.startswith(
+        "at step 0 and 2 later steps the ranks of g have [2, 2, 1, 1] samples"
+    )
+    units = tuple((unit, replace(layout, params=layout.params[1:])) for unit, layout in synthetic.manifest().units)
+    names = [param.name for _, layout in units for param in layout.params]
+    few = run_without_steps(
+        tmp_path / "h", units=units, param_map=identity_map({name: synthetic.SHAPES[name] for name in names})
+    )
+    expected = ["parameter 'embed' is only in a", "parameter 'block.w' is only in a", "h has no complete step"]
+    assert why_incomparable(a, few) == "; ".join(expected)
+    assert why_incomparable(few, a) == "; ".join(expected)
