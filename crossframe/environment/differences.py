@@ -83,8 +83,9 @@ class Difference:
         if self.text:
             return self.text
         noun = self.noun
-        if self.section in _DIGESTS and Absent not in (self.a, self.b):
-            return f"{noun} differs"
+        if self.section in _DIGESTS:
+            own = [label for label, value in zip(labels, (self.a, self.b), strict=True) if value is not Absent]
+            return f"{noun} differs" if len(own) == 2 else f"{noun} is in {own[0]} alone"
         x, y = (value_text(self.section, value) for value in (self.a, self.b))
         if self.section == MODULES:
             x, y = _other_options(x, y)

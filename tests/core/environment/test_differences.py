@@ -75,7 +75,9 @@ def test_a_commit_with_equal_sources_hardly_matters():
     assert differences(Environment(a), Environment(b))[0].effect is Effect.HARDLY
     b["source"]["file train.py"] = "2"
     first, second = differences(Environment(a), Environment(b))
-    assert (first.name, second.effect) == ("file train.py", Effect.POSSIBLY)
+    assert (first.describe(), second.effect) == ("the source train.py differs", Effect.POSSIBLY)
+    b["source"]["file more.py"] = "3"
+    assert differences(Environment(a), Environment(b))[0].describe() == "the source more.py is in b alone"
 
 
 def test_the_rank_with_another_version_is_found():
