@@ -1,5 +1,5 @@
 """The research commands: parity, train, grid, faults, clean-pairs, goldens, kernels, parallelism, untouched, foreign,
-clients, spec, bench, teach.
+clients, jax-scripts, spec, bench, teach.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -17,6 +17,7 @@ from crossframe.recording.recorded_steps import window_of
 from experiments.cli import clients as clients_cli
 from experiments.cli import foreign as foreign_cli
 from experiments.cli import goldens as goldens_cli
+from experiments.cli import jax_scripts as jax_scripts_cli
 from experiments.cli import kernels as kernels_cli
 from experiments.cli import parallelism as parallelism_cli
 from experiments.cli import teach as teach_cli
@@ -37,6 +38,7 @@ untouched_cli.add_commands(app)
 foreign_cli.add_commands(app)
 clients_cli.add_commands(app)
 goldens_cli.add_commands(app)
+jax_scripts_cli.add_commands(app)
 kernels_cli.add_commands(app)
 parallelism_cli.add_commands(app)
 teach_cli.add_commands(app)
