@@ -187,7 +187,7 @@ def _wrong_recording(case: Case, recording: Recording, printed: str) -> list[str
     if missing := set(case.modules) - outputs:
         wrong.append(f"no {FORWARD} of {sorted(missing)}, but of {sorted(outputs)}")
     if case.losses != "none" and steps == case.steps:
-        wrong += _wrong_losses(case, recording.losses.mean(axis=1), printed)
+        wrong += _wrong_losses(case, recording.losses().mean(axis=1), printed)
     return wrong
 
 
