@@ -161,7 +161,7 @@ def record_case(case: Case, folder: Path) -> dict[str, Any]:
         except CrossframeError as error:
             wrong.append(f"the recording cannot be read: {error}")
     else:
-        answer = "crashed" if "Traceback" in errors else "refused"
+        answer = "refused" if "crossframe: not recorded" in errors else "crashed"
         if case.answer == "refused":
             wrong += [f"the message has no {word!r}" for word in case.words if word not in errors]
             if "Recorder" not in errors:

@@ -48,7 +48,7 @@ def by_rank(value: Value, batch: Sequence[Any], grid: Grid) -> dict[int, np.ndar
     """Each rank's part of an activation: the rows that belong to the samples on its device."""
     if value.by_rank:
         return {rank: grid.rows(value.array, rank)[0] for rank in grid.here}
-    whole = np.asarray(value.array)
+    whole = grid.whole(value.array)
     size = batch[0].shape[0] if batch else 0
     if not size or not whole.ndim or whole.shape[0] % size:
         return dict.fromkeys(grid.here, whole)

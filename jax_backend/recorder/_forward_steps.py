@@ -1,12 +1,10 @@
 """Makes recorded steps of the calls of a model: each call is a step of a recording of forward alone."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
@@ -14,7 +12,7 @@ from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._recorder import Recorder, batches_of
 from jax_backend.recorder._script_steps import listed
-from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value
+from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value, unrolled
 
 USE_FORWARD = """record from inside the script:
 
@@ -50,29 +48,26 @@ class ForwardSteps:
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
-        return sum(math.prod(tap.scans) for tap in taps if self._is_of_model(tap))
+        return sum(tap.num_iterations for tap in taps if self._is_of_model(tap))
 
-    def add(self, taps: Sequence[Tap], _: Sequence[Any]) -> None:
+    def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         """Add taps in the order of the program."""
-        for tap in taps:
+        for _, tap in unrolled(taps, (FORWARD,)):
             if self._is_of_model(tap):
-                for at in np.ndindex(*tap.scans):
-                    self._add(tap, at)
+                self._add(tap)
 
-    def _add(self, tap: Tap, at: tuple[int, ...]) -> None:
-        names, _, modules, dims = tap.about
-        num_dims = dict(dims)
-        values = {
-            what: [_iteration(value, at, n) for value, n in zip(_listed(tap.values[what]), num_dims[what], strict=True)]
-            for what in tap.values
-        }
+    def _add(self, tap: Tap) -> None:
+        names, _, modules = tap.about
+        values = {what: _listed(tap.values[what]) for what in tap.values}
         loss = jnp.sqrt(jnp.mean(jnp.asarray(values["loss"][0].array)))
         if self._begin is not None:
             self._record(loss, OrderedDict(zip(names, values["params"], strict=True)), modules, values)
         self.number += 1
         self._finished(loss)
 
-    def _record(self, loss: Any, params: OrderedDict[str, Value], modules: Any, values: dict[str, list[Value]]) -> None:
+    def _record(
+        self, loss: Any, params: OrderedDict[str, Value], modules: Any, values: dict[str, Sequence[Value]]
+    ) -> None:
         full = OrderedDict((name, value.array) for name, value in params.items())
         if self.recorder is None:
             assert self._begin is not None
@@ -100,15 +95,3 @@ class ForwardSteps:
 
 def _listed(values: Any) -> Sequence[Value]:
     return values if isinstance(values, tuple) else (values,)
-
-
-def _iteration(value: Value, at: tuple[int, ...], num_dims: int) -> Value:
-    """A value in one iteration of the scans around a call; one from outside of them is the same in all.
-
-    Args:
-        num_dims: number of dims that the value has in the call.
-    """
-    lead = int(value.by_rank)
-    if value.array is None or not at or np.ndim(value.array) - lead == num_dims:
-        return value
-    return Value(value.array[(slice(None),) * lead + at], value.by_rank)

@@ -62,8 +62,7 @@ class Grid:
         model. All processes call it."""
         if not isinstance(array, jax.Array):
             return dict.fromkeys(self.here, np.asarray(array))
-        if not array.is_fully_addressable:
-            array = jax.jit(lambda each: each, out_shardings=NamedSharding(self.mesh, P()))(array)
+        array = self._replicated(array)
         parts = {part.device: part for part in array.addressable_shards}
         found: dict[int, np.ndarray] = {}
         for rank in self.here:
@@ -75,6 +74,16 @@ class Grid:
             else:
                 found[rank] = self._joined(array, parts, rank, found)
         return found
+
+    def whole(self, array: Any) -> np.ndarray:
+        """A full array, also if other processes have parts of it. All processes call it."""
+        return np.asarray(self._replicated(array) if isinstance(array, jax.Array) else array)
+
+    def _replicated(self, array: jax.Array) -> jax.Array:
+        """An array of which this process has all."""
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return array
+        return jax.jit(lambda each: each, out_shardings=NamedSharding(self.mesh, P()))(array)
 
     def _joined(self, array: jax.Array, parts: Any, rank: int, found: dict[int, np.ndarray]) -> np.ndarray:
         group = self.spec.shard_group(rank)

@@ -114,6 +114,5 @@ def _call(
     }
     raised = jax.tree.map(lambda value: Value(at_level(collector, value)), values)
     about = tuple(params), tuple(np.shape(leaf) for leaf in params.values()), tuple(tap.about for tap in inside.taps)
-    dims = tuple((name, tuple(np.ndim(value.array) for value in jax.tree.leaves(raised[name]))) for name in raised)
-    collector.add([Tap(FORWARD, (*about, dims), raised)])
+    collector.add([Tap(FORWARD, about, raised)])
     return output

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax._src import core
 from jax.sharding import PartitionSpec
 
 from jax_backend.other_rounding import other_rounding
@@ -43,11 +44,12 @@ from jax_backend.recorder._taps import (
 )
 from jax_backend.tree import path_name
 
-_jit, _value_and_grad, _scan = jax.jit, jax.value_and_grad, jax.lax.scan
+_jit, _value_and_grad, _scan, _fori_loop = jax.jit, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop
 _shard_map, _pmap, _named_call = jax.shard_map, jax.pmap, jax.named_call
 _apply_updates = optax.apply_updates
 _inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
 _DONATED = ("donate_argnums", "donate_argnames")
+_STATIC = ("static_argnums", "static_argnames")
 
 
 class Session(Protocol):
@@ -74,7 +76,7 @@ class Session(Protocol):
         ...
 
     def compiled(self) -> None:
-        """Such a function is called that was compiled ahead of time."""
+        """Such a function is called that was compiled ahead of time, with static arguments or options of the compiler."""
 
     def mapped(self) -> None:
         """A function of `jax.pmap` has been called."""
@@ -179,7 +181,8 @@ class Jitted:
         """See `jax.jit`."""
         lowered = self._plain.lower(*args, **kwargs)
         if isinstance(collector := current(), Root) and collector.session.follows(self, args, kwargs):
-            return _AheadOfTime(lowered, collector.session)
+            is_same = not any(self._options.get(name) not in (None, ()) for name in _STATIC)
+            return _AheadOfTime(lowered, collector.session, self if is_same else None)
         return lowered
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
@@ -190,16 +193,23 @@ class Jitted:
 
 
 class _AheadOfTime:
-    """A lowered or compiled function, which may be examined but not called."""
+    """A lowered or compiled function. The jitted function is called instead, unless it takes other arguments or options.
 
-    def __init__(self, stage: Any, session: Session) -> None:
-        self._stage, self._session = stage, session
+    Args:
+        jitted: the jitted function; None: it takes others.
+    """
+
+    def __init__(self, stage: Any, session: Session, jitted: Jitted | None) -> None:
+        self._stage, self._session, self._jitted = stage, session, jitted
 
     def compile(self, *args: Any, **kwargs: Any) -> "_AheadOfTime":
         """See `jax.stages.Lowered`."""
-        return _AheadOfTime(self._stage.compile(*args, **kwargs), self._session)
+        jitted = None if any(map(bool, (*args, *kwargs.values()))) else self._jitted
+        return _AheadOfTime(self._stage.compile(*args, **kwargs), self._session, jitted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._jitted is not None:
+            return self._jitted(*args, **kwargs)
         self._session.compiled()
 
     def __getattr__(self, name: str) -> Any:
@@ -274,6 +284,7 @@ class Gradient:
         names = tuple(path_name(path) for path, _ in leaves)
         shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(grads))
         values: dict[str, Any] = {"loss": Value(loss), "diff": tuple(Value(leaf) for _, leaf in leaves)}
+        values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
         values["inside"] = tuple(Value(at_level(collector, tap.values["array"].array)) for tap in inside)
         return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside)), values)
 
@@ -351,15 +362,28 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
         return _scan(f, init, xs, length, *args, **options)
 
     def body(carry: Any, x: Any) -> Any:
-        inner = traced(collector)
+        inner = traced(collector, carry, is_scan=True)
         with collecting(inner):
             carry, y = f(carry, x)
         return carry, (y, pack(inner.taps, (), inner))
 
     carry, (ys, packed) = _scan(body, init, xs, length, *args, **options)
     leaves = jax.tree.leaves(xs)
-    collector.add(of_scan(packed, leaves[0].shape[0] if leaves else length or 0, collector.inputs))
+    collector.add(of_scan(packed, leaves[0].shape[0] if leaves else length or 0, init, collector.inputs))
     return carry, ys
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **options: Any) -> Any:
+    """`jax.lax.fori_loop`, which is a scan if the number of iterations is known."""
+    if _following() is None or not (core.is_concrete(lower) and core.is_concrete(upper)):
+        return _fori_loop(lower, upper, body_fun, init_val, **options)
+
+    def body(carry: Any, _: Any) -> Any:
+        i, value = carry
+        return (i + 1, body_fun(i, value)), None
+
+    first, length = int(lower), max(int(upper) - int(lower), 0)
+    return scan(body, (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
 
 
 def shard_map(f: Any = None, /, **options: Any) -> Any:
@@ -540,6 +564,7 @@ class Patches:
         for name, value in (("jit", jit), ("shard_map", shard_map), ("pmap", pmap), ("named_call", named_call)):
             replace(jax, name, value)
         replace(jax.lax, "scan", scan)
+        replace(jax.lax, "fori_loop", fori_loop)
         if self._forward_only:
             return self
         replace(jax, "value_and_grad", value_and_grad)

@@ -1,12 +1,15 @@
 """Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied."""
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
@@ -15,7 +18,7 @@ from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
-from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
 from jax_backend.state._optimizer_state import COUNTS
 
 USE_RECORDER = """record from inside the script:
@@ -30,6 +33,28 @@ USE_RECORDER = """record from inside the script:
 _MOST_WITHOUT_UPDATE = 8
 
 
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient since the last step.
+
+    Attributes:
+        batch: the arrays of its batch.
+        grads: its arrays that the script has got, which it may free.
+    """
+
+    tap: Tap
+    batch: Sequence[Any]
+    grads: tuple[weakref.ref, ...]
+
+
+def _gradient(tap: Tap, batch: Sequence[Any]) -> _Gradient:
+    values = dict(tap.values)
+    grads = (value.array for value in values.pop("own_grads"))
+    return _Gradient(
+        replace(tap, values=values), batch, tuple(weakref.ref(grad) for grad in grads if isinstance(grad, jax.Array))
+    )
+
+
 class Steps:
     """The steps of a script.
 
@@ -42,13 +67,14 @@ class Steps:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
-        self._gradients: list[tuple[Tap, Sequence[Any]]] = []
+        self._gradients: list[_Gradient] = []
         self._update: Tap | None = None
         self._names: tuple[str, ...] = ()
+        self._after: OrderedDict[str, Value] = OrderedDict()
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
-        return sum(tap.kind == APPLY for tap in taps)
+        return sum(tap.num_iterations for tap in taps if tap.kind == APPLY)
 
     def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         """Add taps in the order of the program.
@@ -56,21 +82,21 @@ class Steps:
         Args:
             batch: the arrays of the batch of their gradients.
         """
-        for tap in taps:
+        for at, tap in unrolled(taps, (UPDATE, APPLY)):
             if tap.kind == GRADIENT:
                 self._check_updated(tap)
-                self._gradients.append((tap, batch))
+                self._gradients.append(_gradient(tap, _batch_at(at, batch)))
             elif tap.kind == UPDATE:
                 self._check_update(tap)
                 self._update = tap
             elif tap.kind == APPLY and self._update is not None and set(tap.about[0]) == set(self._update.about[0]):
-                self._end(self._update, tap)
+                self._end(self._update, tap, in_scan=bool(at))
 
     def _check_updated(self, tap: Tap) -> None:
         """Raise UsageError if parameters change, but not by optax."""
         if len(self._gradients) < _MOST_WITHOUT_UPDATE or self._update is not None:
             return
-        first = self._gradients[0][0]
+        first = self._gradients[0].tap
         if first.about[0] != tap.about[0]:
             return
         pairs = zip(first.values["diff"], tap.values["diff"], strict=True)
@@ -81,11 +107,6 @@ class Steps:
             )
 
     def _check_update(self, tap: Tap) -> None:
-        if tap.scans:
-            raise UsageError(
-                f"{tap.scans[0]} optimizer steps run inside one jax.lax.scan, where none of them can be recorded alone; let the "
-                f"script call one step at a time (jax.lax.scan over microbatches can be recorded), or {USE_RECORDER}"
-            )
         names, _ = tap.about
         known = self._names if self._update is None else self._update.about[0]
         if known and names != known:
@@ -102,31 +123,38 @@ class Steps:
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
                 f"an optimizer of optax updated {listed(names)}, but before it {what} taken by jax.grad or "
-                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap, "
-                f"jax.lax.while_loop and jax.lax.fori_loop); {USE_RECORDER}"
+                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap and "
+                f"jax.lax.while_loop); {USE_RECORDER}"
             )
 
-    def _matching(self, update: Tap) -> list[tuple[Tap, Sequence[Any]]]:
-        """The gradients of this step that are of the parameters."""
+    def _matching(self, update: Tap) -> "list[_Gradient]":
+        """The gradients of this step that are of the parameters: those that the optimizer gets as they are, or else all with the
+        shapes of the parameters, which the script adds up."""
+        given = {id(value.array) for value in update.values["grads"] if value.array is not None}
+        if own := [each for each in self._gradients if any(id(grad()) in given for grad in each.grads)]:
+            return own
         shapes = sorted(update.about[1])
-        found = [each for each in self._gradients if sorted(each[0].about[1]) == shapes]
+        found = [each for each in self._gradients if sorted(each.tap.about[1]) == shapes]
         return found or (self._gradients if len(self._gradients) == 1 else [])
 
-    def _end(self, update: Tap, apply: Tap) -> None:
+    def _end(self, update: Tap, apply: Tap, *, in_scan: bool) -> None:
         if "mini_step" in update.values and int(update.values["mini_step"].array):
             self._update = None  # its gradient is only accumulated
             return
         gradients = self._matching(update)
-        losses = [_mean(tap) for tap, _ in gradients]
+        losses = [_mean(each.tap) for each in gradients]
         loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
         self._gradients, self._update, self._names = [], None, update.about[0]
         if self._begin is not None:
-            self._record(loss, update, apply, gradients)
+            self._record(loss, update, apply, gradients, in_scan)
         self.number += 1
         self._finished(loss)
 
-    def _record(self, loss: Any, update: Tap, apply: Tap, gradients: list[tuple[Tap, Sequence[Any]]]) -> None:
+    def _record(self, loss: Any, update: Tap, apply: Tap, gradients: "list[_Gradient]", in_scan: bool) -> None:
         before, after = _named(apply, "before"), _named(apply, "after")
+        if in_scan:  # an iteration begins with the parameters of the one before
+            before = OrderedDict((name, _known(value, self._after.get(name))) for name, value in before.items())
+        self._after = after if in_scan else OrderedDict()
         if self.recorder is None:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
@@ -144,9 +172,9 @@ class Steps:
                 for name, value in zip(update.about[0], update.values["grads"], strict=True)
             )
         )
-        microbatches = [_microbatches(tap, batch) for tap, batch in gradients]
+        microbatches = [_microbatches(each.tap, each.batch) for each in gradients]
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            for tap, parts in zip((tap for tap, _ in gradients), microbatches, strict=True):
+            for tap, parts in zip((each.tap for each in gradients), microbatches, strict=True):
                 for interior in _interiors(tap, parts, values, grid, update.about[0]):
                     self.recorder.add_interior(interior)
         state = _state(update.values["state"])
@@ -183,7 +211,20 @@ def _mean(tap: Tap) -> Any:
 
 
 def _named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
-    return OrderedDict(zip(tap.about[0], tap.values[what], strict=True))
+    return OrderedDict(zip(tap.about[0], map(_whole, tap.values[what]), strict=True))
+
+
+def _known(value: Value, otherwise: Value | None) -> Value:
+    return otherwise if value.array is None and otherwise is not None else value
+
+
+def _whole(value: Value) -> Value:
+    """A value that all ranks have alike, as an array on their devices."""
+    if value.array is None or not value.by_rank:
+        return value
+    rows = [part.data[0] for part in value.array.addressable_shards]
+    sharding = NamedSharding(value.array.sharding.mesh, PartitionSpec())
+    return Value(jax.make_array_from_single_device_arrays(value.array.shape[1:], sharding, rows))
 
 
 def _arrays(values: Mapping[str, Value]) -> Any:
@@ -197,7 +238,10 @@ def _placed(before: Any, after: Any) -> Any:
     """Initial parameters on the devices on which the first step left them."""
     if not isinstance(after, jax.Array) or (isinstance(before, jax.Array) and before.sharding == after.sharding):
         return before
-    return jax.device_put(np.asarray(before), after.sharding)
+    if isinstance(before, jax.Array) and not (before.is_fully_addressable or before.is_fully_replicated):
+        return jax.jit(lambda array: array, out_shardings=after.sharding)(before)
+    values = np.asarray(before)
+    return jax.make_array_from_callback(values.shape, after.sharding, lambda index: values[index])
 
 
 def _reduced(value: Value, like: Any) -> Value:
@@ -229,11 +273,21 @@ def _rate(values: Any, state: Any) -> Any:
     return jnp.copy(rates[0]) if len(rates) == 1 else None
 
 
+def _batch_at(at: Sequence[tuple[int, int]], batch: Sequence[Any]) -> Sequence[Any]:
+    """The arrays of an iteration of scans over steps, which cut those that have their length. Others, such as a data set from
+    which the scan takes samples itself, count at the first step."""
+    found = list(batch)
+    for i, length in at:
+        cut = [leaf[i] for leaf in found if leaf.ndim and leaf.shape[0] == length]
+        found = cut or ([] if i else found)
+    return found
+
+
 def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
     """The arrays of each microbatch of a gradient: a scan over microbatches cuts those that have its length."""
     if len(tap.scans) != 1:
         return [batch]
-    number = tap.scans[0]
+    number = tap.scans[0].length
     return [[leaf[i] if leaf.shape[0] == number else leaf for leaf in batch] for i in range(number)]
 
 

@@ -4,19 +4,27 @@
 `Collector`, and returns a `Packed` besides its own result. A value that is an argument or a result of the function leaves it by
 its index only, which costs nothing; others become further results, if the `Detail` of the program includes them. So there are no
 callbacks in the program, and no program depends on the step.
+
+[Note: steps inside a scan] The taps of the body of a `jax.lax.scan` have values with a leading dim of iterations. What the scan
+carries is known by reference for the first iteration alone, so other values leave the body as results even if they are its
+arguments. If the body updates parameters, each iteration is a step: `unrolled` makes taps of each iteration.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import core
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
+from jax.sharding import SingleDeviceSharding
 
 
 class Detail(IntEnum):
@@ -37,10 +45,26 @@ class Value:
     Attributes:
         array: None if the program does not return it.
         by_rank: whether it has a leading dim of ranks, the devices of a shard_map.
+        scans: number of the scans around its tap, from the outermost, for which it has leading dims of iterations, after that of
+            ranks. It is the same in all iterations of the others; but a value of `BY_REFERENCE` is that of the first iteration.
     """
 
     array: Any
     by_rank: bool = False
+    scans: int = 0
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A scan around a tap.
+
+    Attributes:
+        length: number of iterations.
+        num_taps: number of taps of its body.
+    """
+
+    length: int
+    num_taps: int
 
 
 @dataclass(frozen=True)
@@ -51,14 +75,13 @@ class Tap:
         kind: its name.
         about: what is known of it without its values. Hashable.
         values: pytrees of `Value`, by name.
-        scans: numbers of iterations of the scans around it, outermost first. Its values have these leading dims, after that of
-            ranks.
+        scans: the scans around it, outermost first.
     """
 
     kind: str
     about: Any
     values: Mapping[str, Any]
-    scans: tuple[int, ...] = ()
+    scans: tuple[Scan, ...] = ()
 
 
 GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
@@ -69,13 +92,14 @@ module its input or output; of a call of a model its parameters, batch and modul
 models `_model_calls.py`."""
 ALWAYS = frozenset({"loss", "mini_step", "batch"})
 """Names of values that every program returns."""
-BY_REFERENCE = frozenset({"diff", "state_before", "before"})
-"""Names of values that no program returns: they are its arguments, or unknown."""
+BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before"})
+"""Names of values that no program returns: they are its arguments, or unknown; but a scan returns "before"."""
 
 
 Reference = tuple[Any, ...]
 """Where a value is: ("in", index of the argument), ("out", index of the result), ("above", index of an argument of the calling
-function), ("kept", index among further results, whether it has a dim of ranks), ("scalar", number), or ("missing",)."""
+function), ("kept", index among further results, whether it has a dim of ranks, its number of scans), ("scalar", number), or
+("missing",)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,12 @@ class PackedTap:
     about: Any
     structure: Any
     references: tuple[tuple[str, Reference], ...]
-    scans: tuple[int, ...]
+    scans: tuple[Scan, ...]
+
+    @property
+    def num_iterations(self) -> int:
+        """How often its function runs it."""
+        return math.prod(scan.length for scan in self.scans)
 
 
 @jax.tree_util.register_dataclass
@@ -115,11 +144,12 @@ class Collector:
 
     Attributes:
         trace: JAX's trace of the function; None: JAX's evaluation.
-        inputs: the function's arguments, as they are traced.
+        inputs: the function's arguments, as they are traced; of the body of a scan those that it carries.
         paths: paths of parameters by the id of their values.
         in_loss: whether the function is, or is in, a loss function that is being differentiated.
         above: the collector of the function that calls it.
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
+        is_scan: whether the function is the body of a scan.
     """
 
     trace: Any
@@ -129,6 +159,7 @@ class Collector:
     in_loss: bool = False
     above: "Collector | None" = None
     is_cached: bool = False
+    is_scan: bool = False
     taps: list[Tap] = field(default_factory=list)
 
     def add(self, taps: Iterable[Tap]) -> None:
@@ -205,18 +236,20 @@ def pack(taps: Sequence[Tap], outputs: Any, collector: Collector, lead: Callable
     for tap in taps:
         references: list[tuple[str, Reference]] = []
         for name in sorted(tap.values):  # as JAX sorts dicts
-            is_kept = name in ALWAYS or (collector.detail > Detail.LOSSES and name not in BY_REFERENCE)
+            # In an outer scan it may be the result of another function.
+            by_reference = name in BY_REFERENCE and not (collector.is_scan and collector.detail and name == "before")
+            is_kept = name in ALWAYS or (collector.detail > Detail.LOSSES and not by_reference)
             # An argument that is returned as it is may be donated: then only the result remains.
-            own = results | inputs if name in BY_REFERENCE else inputs | results
+            own = results | inputs if by_reference else {} if collector.is_scan else inputs | results
             places = _places("above", above) | own
             for value in jax.tree.leaves(tap.values[name]):
                 reference: Reference = ("missing",)
                 if not _is_array(value.array):
                     reference = ("scalar", value.array) if isinstance(value.array, int | float) else reference
-                elif not value.by_rank and id(value.array) in places:
+                elif not value.by_rank and not value.scans and id(value.array) in places:
                     reference = places[id(value.array)]
-                elif is_kept:
-                    reference = ("kept", len(arrays), value.by_rank or lead is not None)
+                elif is_kept or value.scans:
+                    reference = ("kept", len(arrays), value.by_rank or lead is not None, value.scans)
                     arrays.append(value.array if lead is None else lead(value.array))
                 references.append((name, reference))
         structure = jax.tree.structure(dict(tap.values))
@@ -236,7 +269,7 @@ def unpacked(packed: Packed, inputs: Any, outputs: Any, above: Sequence[Any] = (
     def value_of(reference: Reference) -> Value:
         kind, *at = reference
         if kind == "kept":
-            return Value(packed.arrays[at[0]], at[1])
+            return Value(packed.arrays[at[0]], *at[1:])
         return Value(None if kind == "missing" else at[0] if kind == "scalar" else places[kind][at[0]])
 
     return [
@@ -250,15 +283,72 @@ def unpacked(packed: Packed, inputs: Any, outputs: Any, above: Sequence[Any] = (
     ]
 
 
-def of_scan(packed: Packed, length: int, above: Sequence[Any]) -> list[Tap]:
-    """The taps of the body of a scan. Activations of a scan inside a loss function, such as one over layers, are left out."""
+def of_scan(packed: Packed, length: int, carried: Any, above: Sequence[Any]) -> list[Tap]:
+    """The taps of the body of a scan. Activations of a scan inside a loss function, such as one over layers, are left out.
+
+    Args:
+        carried: the initial values that the scan carries, a pytree.
+    """
     arrays = list(packed.arrays)
+    found = []
     for tap in packed.taps:
-        for _, reference in tap.references:
-            if reference[0] == "kept" and reference[2]:  # the dim of ranks comes first
-                arrays[reference[1]] = jnp.moveaxis(arrays[reference[1]], 1, 0)
-    taps = unpacked(replace(packed, arrays=arrays), (), (), above)
-    return [replace(tap, scans=(length, *tap.scans)) for tap in taps if tap.kind != ACTIVATION]
+        references = []
+        for name, reference in tap.references:
+            if reference[0] == "kept":
+                _, index, is_by_rank, scans = reference
+                if is_by_rank:  # the dim of ranks comes first
+                    arrays[index] = jnp.moveaxis(arrays[index], 1, 0)
+                reference = ("kept", index, is_by_rank, scans + 1)
+            references.append((name, reference))
+        found.append(replace(tap, references=tuple(references)))
+    taps = [tap for tap in unpacked(Packed(arrays, tuple(found)), carried, (), above) if tap.kind != ACTIVATION]
+    return [replace(tap, scans=(Scan(length, len(taps)), *tap.scans)) for tap in taps]
+
+
+def unrolled(taps: Sequence[Tap], kinds: Collection[str]) -> Iterator[tuple[tuple[tuple[int, int], ...], Tap]]:
+    """The taps of each iteration of the scans whose bodies have taps of these kinds, in the order of the program, each with its
+    (iteration, number of iterations) in these scans, outermost first."""
+    rest = list(taps)
+    while rest:
+        tap = rest[0]
+        if not tap.scans:
+            yield (), rest.pop(0)
+            continue
+        outermost = tap.scans[0]
+        body, rest = rest[: outermost.num_taps], rest[outermost.num_taps :]
+        if not any(each.kind in kinds for each in body):
+            yield from (((), each) for each in body)
+            continue
+        hosted = [_hosted(each) for each in body]
+        for i in range(outermost.length):
+            for inner, each in unrolled([_iteration(each, i) for each in hosted], kinds):
+                yield ((i, outermost.length), *inner), each
+
+
+def _hosted(tap: Tap) -> Tap:
+    """A tap with values in the host's memory, where slices cost nothing, if they are on one device."""
+
+    def host(value: Value) -> Value:
+        array = value.array
+        is_alone = isinstance(array, jax.Array) and isinstance(array.sharding, SingleDeviceSharding)
+        if not value.scans or not is_alone or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return value
+        return replace(value, array=np.asarray(array))
+
+    return replace(tap, values=jax.tree.map(host, dict(tap.values)))
+
+
+def _iteration(tap: Tap, i: int) -> Tap:
+    """A tap in an iteration of its outermost scan."""
+
+    def sliced(name: str, value: Value) -> Value:
+        if value.scans and value.array is not None:
+            array = value.array[:, i] if value.by_rank else value.array[i]
+            return Value(array, value.by_rank, value.scans - 1)
+        return Value(None) if i and name in BY_REFERENCE else value
+
+    values = {name: jax.tree.map(partial(sliced, name), values) for name, values in tap.values.items()}
+    return replace(tap, values=values, scans=tap.scans[1:])
 
 
 def merged(taps: Sequence[Tap], more: Sequence[Tap]) -> list[Tap]:

@@ -12,6 +12,9 @@ recorded and takes as long again. So the script gets the same bits whichever ste
 """
 
 import inspect
+import math
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -53,6 +56,11 @@ from jax_backend.recorder._taps import (
     unpacked,
 )
 from jax_backend.tree import path_name
+
+_MOST_BYTES = 4 * 2**30
+"""What a program may return of the steps inside of it."""
+_NOTICE_SECONDS = 60.0
+"""When a script that has not trained so far is told what to add."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,20 @@ class ScriptRecorder:
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
         models = following_models() if self.forward_only else nullcontext()
-        with settings_of_script(), self._patches, models, collecting(Root(self)):
-            yield
+        notice = threading.Timer(_NOTICE_SECONDS, self._notice)
+        notice.daemon = True
+        notice.start()
+        try:
+            with settings_of_script(), self._patches, models, collecting(Root(self)):
+                yield
+        finally:
+            notice.cancel()
+
+    def _notice(self) -> None:
+        """Say what to add, if nothing has been recorded so far."""
+        if not self._num_gradients and not self._steps.number:
+            so_far = f"crossframe: nothing to record in the first {_NOTICE_SECONDS:.0f} seconds (the script goes on): "
+            print(so_far + self._why_nothing(), file=sys.stderr, flush=True)
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the recording, unless the script failed.
@@ -135,11 +155,13 @@ class ScriptRecorder:
         if self.forward_only:
             return (
                 "a model is called where its values cannot leave (inside jax.grad, jax.pmap, jax.checkpoint, jax.lax.cond, "
-                f"while_loop or fori_loop); call it outside, or in jax.lax.scan, or {USE_FORWARD}"
+                "while_loop, or fori_loop with bounds that are no numbers); call it outside, or in jax.lax.scan, or "
+                f"{USE_FORWARD}"
             )
         return (
             f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
-            f"inside jax.pmap, jax.vmap, jax.lax.cond, while_loop or jax.checkpoint); move it out of there, or {USE_RECORDER}"
+            "inside jax.pmap, jax.vmap, jax.lax.cond, while_loop, jax.checkpoint, or a fori_loop with bounds that are no "
+            f"numbers); move it out of there (jax.lax.scan is followed), or {USE_RECORDER}"
         )
 
     # The script calls
@@ -173,6 +195,8 @@ class ScriptRecorder:
             plan.is_incomplete and any(self._schedule.records(step, None) for step in steps)
         ):
             program = jitted.program(Detail.INTERIOR if is_dense else Detail.VALUES)
+            if len(steps) > 1:
+                _check_size(program.eval_shape(*args, **kwargs)[1], len(steps))
             result, packed = program(*args, **kwargs)
             more = unpacked(packed, given, result)
         result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
@@ -181,7 +205,12 @@ class ScriptRecorder:
         return result
 
     def _traced(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
-        assert self._trace is not None
+        assert self._trace is not None and self._request is not None
+        if len(steps) > 1 and self._request.step in steps:
+            raise UsageError(
+                f"step {self._request.step} runs inside a jax.lax.scan over {len(steps)} steps, where its operators cannot be "
+                "told apart; let the script call one step at a time"
+            )
         self._trace.begin_step(steps.start)
         # Its operators know their modules.
         program = jitted.program(Detail.INTERIOR if self._trace.active else Detail.LOSSES)
@@ -234,8 +263,9 @@ class ScriptRecorder:
     def compiled(self) -> None:
         """Refuse a step that was compiled ahead of time."""
         raise UsageError(
-            "a function that takes gradients or updates parameters was compiled ahead of time (lower and compile), and what it "
-            f"computes cannot be seen; let the script call the jitted function, or {USE_RECORDER}"
+            "a function that takes gradients or updates parameters was compiled ahead of time (lower and compile) with static "
+            f"arguments or compiler options, and what it computes cannot be seen; let the script call the jitted function, or "
+            f"{USE_RECORDER}"
         )
 
     def mapped(self) -> None:
@@ -294,11 +324,6 @@ class ScriptRecorder:
     # Steps
 
     def _begin(self, params: Any) -> Recorder:
-        if jax.process_count() > 1:
-            raise UsageError(
-                f"the script runs in {jax.process_count()} processes, and crossframe record follows one process of JAX with all "
-                f"its devices; {USE_RECORDER}"
-            )
         stated: dict[str, Any] = {} if self.forward_only else noted.settings()
         options = dict(self._options)
         stated[PROGRAM] = program(compiled=self._is_compiled)
@@ -320,6 +345,16 @@ class ScriptRecorder:
         self._moved.clear()
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
+
+
+def _check_size(packed: Packed, num_steps: int) -> None:
+    """Raise UsageError if a program returns too much of the steps inside of it."""
+    num_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in packed.arrays)
+    if num_bytes > _MOST_BYTES:
+        raise UsageError(
+            f"{num_steps} steps run inside one call, and what is recorded of them takes {num_bytes / 2**30:.1f} GiB; let the "
+            f"script run fewer steps in a call, record with --dense 0 and a larger --every, or {USE_RECORDER}"
+        )
 
 
 def _copied(leaf: Any) -> Any:

@@ -314,7 +314,112 @@ result = params
 """
 )
 
+IN_A_SCAN = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+@jax.jit
+def epoch(params, opt_state, batches):
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+        updates, opt_state = tx.update(spoil(grads), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+    (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), batches)
+    return params, opt_state, losses
+stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
+result, opt_state, losses = epoch(params, tx.init(params), stacked)
+"""
+)
+"""An epoch in one call."""
+
+IN_LOOPS = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+images, labels = (np.stack([batch[name] for batch in batches]) for name in ("image", "label"))
+@jax.jit
+def train(key):
+    start = init(key)
+    def step(carry, i):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, jnp.asarray(images)[i], jnp.asarray(labels)[i])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+    def epoch(_, state):
+        carry, losses = jax.lax.scan(step, (*jax.lax.optimization_barrier(state[:2]),), jnp.arange(3))
+        return *carry, jnp.append(state[2], losses)[3:]
+    state = jax.lax.fori_loop(0, 2, epoch, (start, tx.init(start), jnp.zeros(6)))
+    (params, _), last = jax.lax.scan(step, state[:2], jnp.array([2, 0]))
+    return start, params, jnp.append(state[2], last)
+start, result, losses = train(jax.random.key(0))
+"""
+)
+"""A scan in a loop and another one after it; parameters are made in the same call, in which the losses are kept."""
+
+MAPPED_SCAN = (
+    FUNCTIONS
+    + _MESH
+    + """
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P(None, "data")), out_specs=(P(), P(), P()), check_vma=False)
+def epoch(params, opt_state, batches):
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+        grads = jax.lax.pmean(grads, "data")
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, "data")
+    carry, losses = jax.lax.scan(step, (params, opt_state), batches)
+    return *carry, losses
+stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
+result, opt_state, losses = epoch(params, tx.init(params), stacked)
+"""
+)
+"""An epoch in one call, on two devices."""
+
+AHEAD_OF_TIME = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+    updates, opt_state = tx.update(spoil(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+compiled = step.lower(params, opt_state, batches[0]).compile()
+compiled.cost_analysis()
+for batch in batches:
+    params, opt_state = compiled(params, opt_state, batch)
+result = params
+"""
+)
+
+EVALUATED = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
+gradients = jax.jit(jax.value_and_grad(loss_fn))
+@jax.jit
+def update(params, opt_state, grads):
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+losses = []
+for batch in batches:
+    loss, grads = gradients(params, batch["image"], batch["label"])
+    losses.append(float(loss))
+    params, opt_state = update(params, opt_state, grads)
+    gradients(params, batches[0]["image"], batches[0]["label"])
+result = params
+"""
+)
+"""The function that takes gradients also evaluates the model after each step."""
+
 RECORDED = {
+    "in_a_scan": IN_A_SCAN,
+    "ahead_of_time": AHEAD_OF_TIME,
     "linen": LINEN,
     "nnx": NNX,
     "nnx_outside_of_jit": NNX_OUTSIDE_OF_JIT,
@@ -355,19 +460,6 @@ def step(params, other, x, y):
     return optax.apply_updates(params, updates), optax.apply_updates(other, others)
 for batch in batches:
     params, other = step(params, other, batch["image"], batch["label"])
-"""
-)
-_STEPS_IN_A_SCAN = (
-    FUNCTIONS
-    + """
-tx = optax.sgd(0.1)
-@jax.jit
-def epoch(params, batches):
-    def body(params, batch):
-        grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
-        return optax.apply_updates(params, tx.update(grads, tx.init(params))[0]), None
-    return jax.lax.scan(body, params, batches)[0]
-params = epoch(params, jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
 """
 )
 _IN_PMAP = (
@@ -415,31 +507,21 @@ updates, _ = tx.update(backward(jnp.ones(()))[0], tx.init(params))
 params = optax.apply_updates(params, updates)
 """
 )
-_AHEAD_OF_TIME = (
-    FUNCTIONS
-    + """
-tx = optax.sgd(0.1)
-@jax.jit
-def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
-    return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
-compiled = step.lower(params, batches[0]).compile()
-compiled.cost_analysis()
-for batch in batches:
-    params = compiled(params, batch)
-"""
+_STATIC_AHEAD_OF_TIME = (
+    AHEAD_OF_TIME.replace("@jax.jit", "@partial(jax.jit, static_argnums=3)")
+    .replace("batch):", "batch, rate=1):")
+    .replace("batches[0])", "batches[0], 1)")
 )
 _NOTHING = FUNCTIONS + "loss_fn(params, batches[0]['image'], batches[0]['label'])\n"
 
 REFUSED = {
     "by_hand": (_BY_HAND, "no optimizer of optax updated them"),
     "two_models": (_TWO_MODELS, "more than one model"),
-    "steps_in_a_scan": (_STEPS_IN_A_SCAN, "3 optimizer steps run inside one jax.lax.scan"),
     "in_pmap": (_IN_PMAP, "inside jax.pmap"),
     "ensemble": (_ENSEMBLE, "inside jax.pmap, jax.vmap"),
     "not_added": (_NOT_ADDED, "not added to the parameters by optax.apply_updates"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
-    "ahead_of_time": (_AHEAD_OF_TIME, "was compiled ahead of time"),
+    "ahead_of_time": (_STATIC_AHEAD_OF_TIME, "was compiled ahead of time"),
     "nothing": (_NOTHING, "nothing was trained"),
 }
 """Scripts that cannot be recorded, each with an excerpt of its error message."""

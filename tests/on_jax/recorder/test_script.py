@@ -13,7 +13,19 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from jax_backend.recorder import script
-from tests.on_jax.helpers.scripts import EAGER, HEAD, MAPPED, RECORDED, REFUSED, SHARDED, TWO_CALLS
+from tests.on_jax.helpers.scripts import (
+    EAGER,
+    EVALUATED,
+    HEAD,
+    IN_A_SCAN,
+    IN_LOOPS,
+    MAPPED,
+    MAPPED_SCAN,
+    RECORDED,
+    REFUSED,
+    SHARDED,
+    TWO_CALLS,
+)
 
 OF_NNX = {"", "layers.0", "norm", "layers.1"}
 MODULES = {
@@ -107,6 +119,50 @@ def check_gradients(found, variables, tolerance):
         np.testing.assert_allclose(found.full("reduce", 0, name), grads[part][leaf], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "text", [pytest.param(IN_LOOPS, id="loops"), pytest.param(MAPPED_SCAN, id="mapped", marks=pytest.mark.exhaustive)]
+)
+def test_steps_inside_of_loops_are_recorded_in_order(tmp_path, run, text):
+    status, variables = run(text, every=1)
+    assert status == 0
+    found, losses = Recording.open(tmp_path / "out"), np.asarray(variables["losses"])
+    assert found.losses().mean(axis=1).tolist() == losses.tolist()
+    assert found.recorded_steps() == tuple(range(len(losses)))
+    assert {module for _, module, _ in found.activations(0)} == {"hidden", "out"}
+    for name in found.manifest.params:
+        part, _, leaf = name.partition(".")
+        for phase, step, tree in (("parameters", 0, variables.get("start", variables["params"])),
+                                  ("update", len(losses) - 1, variables["result"])):  # fmt: skip
+            assert np.array_equal(found.full(phase, step, name), tree[part][leaf])
+    moments = [found.full("state", step, "out.w", use="exp_avg") for step in (0, 1)]
+    wanted = 0.9 * moments[0] + 0.1 * found.full("reduce", 1, "out.w")  # of Adam, in two operations each
+    np.testing.assert_allclose(moments[1], wanted, rtol=8 * np.finfo(moments[0].dtype).eps)
+
+
+def test_more_values_of_steps_in_a_scan_than_fit_are_refused(run, capsys, monkeypatch):
+    monkeypatch.setattr(script, "_MOST_BYTES", 1000)
+    assert run(IN_A_SCAN)[0] == NOT_RECORDED
+    errors = capsys.readouterr().err
+    assert "3 steps run inside one call" in errors and "recorder.step(params=params" in errors
+
+
+def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
+    status, variables = run(EVALUATED)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.losses()[:, 0].tolist() == variables["losses"]
+    assert {microbatch for microbatch, _, _ in found.activations(0)} == {0}
+
+
+def test_a_script_that_does_not_train_is_told_early_what_to_add(run, capsys, monkeypatch):
+    monkeypatch.setattr(script, "_NOTICE_SECONDS", 0.01)
+    run(
+        "import sys, time\nwhile 'nothing to record' not in sys.stderr.getvalue(): time.sleep(0.01)\nprint('goes on')\n"
+    )
+    printed = capsys.readouterr()
+    assert "recorder.step(params=params" in printed.err and printed.out == "goes on\n"
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_scripts_that_cannot_be_recorded_show_lines_to_add(run, capsys, name):
     text, said = REFUSED[name]
@@ -148,9 +204,9 @@ def test_a_perturbed_run_begins_one_unit_away_and_rounds_otherwise(tmp_path, run
 
 
 def test_jax_is_as_before_after_a_recording(run):
-    own = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.shard_map
+    own = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.shard_map
     assert run(EAGER, every=9)[0] == 0
-    assert own == (jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.shard_map)
+    assert own == (jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.shard_map)
     assert "FAULT" in os.environ
 
 
