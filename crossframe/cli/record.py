@@ -138,7 +138,8 @@ def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *
     if framework == "jax" and nproc_per_node is not None:
         raise UsageError(
             f"{command}: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its "
-            "devices (on a CPU, JAX_NUM_CPU_DEVICES sets their number)"
+            "devices (on a CPU, JAX_NUM_CPU_DEVICES sets their number), or by this command in each process that calls "
+            "jax.distributed.initialize"
         )
     return framework
 

@@ -12,6 +12,7 @@ import typer
 
 from crossframe.cli.compare import answer
 from crossframe.cli.console import TRACEBACK, console, errors, exit_on_error
+from crossframe.cli.machine_output import MachineOutput
 from crossframe.errors import UsageError
 from crossframe.recording.recorded_steps import window_of
 from experiments.cli import clients as clients_cli
@@ -123,7 +124,7 @@ def parity(
             fault_in=fault_in,
             console=errors if as_json else console,
         )
-        raise typer.Exit(answer(pairs, folder, as_json=as_json, console=console))
+        raise typer.Exit(answer(pairs, folder, machine=MachineOutput(as_json), console=console))
 
 
 def _world_size(given: int | None, mesh: str) -> int:

@@ -150,11 +150,11 @@ def record_case(case: Case, folder: Path) -> dict[str, Any]:
     plain_status, plain, _ = _run_processes(case, script, folder)
     recorder = [*("-m", "crossframe", "record"), *script, "--output", str(folder / "recording"), "--every", "1"]
     status, printed, errors = _run_processes(case, [*recorder, *["--forward"] * case.forward, "--"], folder)
-    own = [line for line in printed.splitlines() if not line.startswith("recorded in ")]
+    own, plain_lines = _lines(printed), _lines(plain)
     wrong = [] if plain_status == 0 else [f"the script itself ends with {plain_status}"]
     if status == 0:
         answer = "recorded"
-        if own != plain.splitlines():
+        if own != plain_lines:
             wrong.append("the script prints other values than without recording")
         try:
             wrong += _wrong_recording(case, Recording.open(folder / "recording"), plain)
@@ -277,3 +277,8 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.replace(f"{CODE}/", "").split())[-1500:]
+
+
+def _lines(printed: str) -> list[str]:
+    """What a script prints, without what the command and the collectives of processes print."""
+    return [line for line in printed.splitlines() if not line.startswith(("recorded in ", "[Gloo]"))]

@@ -46,7 +46,7 @@ from jax_backend.tree import path_name
 
 _jit, _value_and_grad, _scan, _fori_loop = jax.jit, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop
 _shard_map, _pmap, _named_call = jax.shard_map, jax.pmap, jax.named_call
-_apply_updates = optax.apply_updates
+_apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
 _inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
 _DONATED = ("donate_argnums", "donate_argnames")
 _STATIC = ("static_argnums", "static_argnames")
@@ -248,7 +248,7 @@ class Gradient:
 
         differentiated = _value_and_grad(_rounded(fun), self.argnums, self.has_aux, **self.options)
         result = differentiated(*args, **kwargs)
-        return result, self._tap(result, args, [])
+        return result, self.tap(result, args, [])
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, with the interior."""
@@ -269,13 +269,14 @@ class Gradient:
         result = ((loss, aux) if self.has_aux else loss), grads
         collector = innermost()
         assert collector is not None
-        return result, self._tap(result, args, unpacked(packed, (), (), collector.inputs))
+        return result, self.tap(result, args, unpacked(packed, (), (), collector.inputs))
 
     def diff(self, args: tuple[Any, ...]) -> Any:
         """The arguments that are differentiated."""
         return args[self.argnums] if isinstance(self.argnums, int) else tuple(args[i] for i in self.argnums)
 
-    def _tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
+    def tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
+        """The tap of a result, with those inside of it."""
         value, grads = result
         collector = innermost()
         assert collector is not None
@@ -352,6 +353,24 @@ def grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> A
     def call(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
+
+    return call
+
+
+def value_and_grad_from_state(fun: Any) -> Any:
+    """`optax.value_and_grad_from_state`, whose gradient is that of a condition: modules inside of it are not seen."""
+    real, step = _value_and_grad_from_state(fun), Gradient(fun, 0, False, {})
+
+    @functools.wraps(real)
+    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        collector = current()
+        if collector is None or collector.in_loss or _inside_update.get():
+            return real(params, *args, **kwargs)
+        if isinstance(collector, Root):
+            params = collector.session.replaced(params)
+        result = real(params, *args, **kwargs)
+        collector.add([step.tap(result, (params,), [])])
+        return result
 
     return call
 
@@ -569,6 +588,7 @@ class Patches:
             return self
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
+        replace(optax, "value_and_grad_from_state", value_and_grad_from_state)
         replace(optax, "apply_updates", apply_updates)
         own = inspect.getattr_static(optax.GradientTransformation, "update")
         tapped = property(lambda self: functools.partial(_update, own.__get__(self)))

@@ -89,8 +89,8 @@ class Steps:
             elif tap.kind == UPDATE:
                 self._check_update(tap)
                 self._update = tap
-            elif tap.kind == APPLY and self._update is not None and set(tap.about[0]) == set(self._update.about[0]):
-                self._end(self._update, tap, in_scan=bool(at))
+            elif self._update is not None and (applied := _of_parameters(tap, self._update.about[0])) is not None:
+                self._end(self._update, applied, in_scan=bool(at))
 
     def _check_updated(self, tap: Tap) -> None:
         """Raise UsageError if parameters change, but not by optax."""
@@ -189,6 +189,19 @@ class Steps:
             batch=batches,
             learning_rate=_rate(update.values["state"], state),
         )
+
+
+def _of_parameters(apply: Tap, names: Sequence[str]) -> Tap | None:
+    """An application of updates to the parameters of these names alone; None if it is of others. Optimizers such as
+    `optax.lookahead` update a tree that has the parameters of the loss function as its first part."""
+    found = {name: i for i, name in enumerate(apply.about[0])}
+    leads = {""} | {name.removesuffix(names[0]) for name in found if name.endswith(f".{names[0]}")}
+    for lead in sorted(leads, key=lambda lead: found.get(f"{lead}{names[0]}", len(found))):
+        if all(f"{lead}{name}" in found for name in names) and (lead or len(found) == len(names)):
+            at = [found[f"{lead}{name}"] for name in names]
+            values = {what: tuple(each[i] for i in at) for what, each in apply.values.items()}
+            return replace(apply, about=(tuple(names),), values=values)
+    return None
 
 
 def listed(names: Sequence[str]) -> str:

@@ -396,6 +396,44 @@ result = params
 """
 )
 
+LOOKAHEAD = (
+    FUNCTIONS
+    + """
+tx = optax.lookahead(optax.adamw(0.01), sync_period=2, slow_step_size=0.5)
+pair = optax.LookaheadParams.init_synced(params)
+opt_state = tx.init(pair)
+@jax.jit
+def step(pair, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(pair.fast, batch["image"], batch["label"])
+    updates, opt_state = tx.update(spoil(grads), opt_state, pair)
+    return optax.apply_updates(pair, updates), opt_state
+for batch in batches:
+    pair, opt_state = step(pair, opt_state, batch)
+result = pair.fast
+"""
+)
+
+LINE_SEARCHED = (
+    FUNCTIONS
+    + """
+tx = optax.lbfgs()
+opt_state = tx.init(params)
+batch = batches[0]
+@jax.jit
+def step(params, opt_state):
+    value_fn = lambda params: loss_fn(params, batch["image"], batch["label"])
+    loss, grads = optax.value_and_grad_from_state(value_fn)(params, state=opt_state)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+    return optax.apply_updates(params, updates), opt_state, loss
+losses = []
+for _ in range(3):
+    params, opt_state, loss = step(params, opt_state)
+    losses.append(float(loss))
+result = params
+"""
+)
+"""Losses and gradients come from the state of a line search where it has them."""
+
 EVALUATED = (
     FUNCTIONS
     + """
@@ -420,6 +458,7 @@ result = params
 RECORDED = {
     "in_a_scan": IN_A_SCAN,
     "ahead_of_time": AHEAD_OF_TIME,
+    "lookahead": LOOKAHEAD,
     "linen": LINEN,
     "nnx": NNX,
     "nnx_outside_of_jit": NNX_OUTSIDE_OF_JIT,

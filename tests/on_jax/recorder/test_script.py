@@ -19,6 +19,7 @@ from tests.on_jax.helpers.scripts import (
     HEAD,
     IN_A_SCAN,
     IN_LOOPS,
+    LINE_SEARCHED,
     MAPPED,
     MAPPED_SCAN,
     RECORDED,
@@ -137,6 +138,14 @@ def test_steps_inside_of_loops_are_recorded_in_order(tmp_path, run, text):
     moments = [found.full("state", step, "out.w", use="exp_avg") for step in (0, 1)]
     wanted = 0.9 * moments[0] + 0.1 * found.full("reduce", 1, "out.w")  # of Adam, in two operations each
     np.testing.assert_allclose(moments[1], wanted, rtol=8 * np.finfo(moments[0].dtype).eps)
+
+
+def test_steps_of_a_line_search_are_recorded_with_their_losses(tmp_path, run):
+    status, variables = run(LINE_SEARCHED)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.losses()[:, 0].tolist() == variables["losses"] and found.recorded_steps() == (0, 2)
+    assert np.array_equal(found.full("update", 2, "out.w"), variables["result"]["out"]["w"])
 
 
 def test_more_values_of_steps_in_a_scan_than_fit_are_refused(run, capsys, monkeypatch):
