@@ -377,6 +377,10 @@ def value_and_grad_from_state(fun: Any) -> Any:
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
     """`jax.lax.scan`."""
+    if isinstance(top := current(), Root):
+        jitted = _jitted_scan(f, length, *args, **options)
+        follows = top.session.follows(jitted, (init, xs), {})
+        return jitted(init, xs) if follows else _scan(f, init, xs, length, *args, **options)
     if (collector := _following()) is None:
         return _scan(f, init, xs, length, *args, **options)
 
@@ -392,17 +396,35 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
     return carry, ys
 
 
-def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **options: Any) -> Any:
-    """`jax.lax.fori_loop`, which is a scan if the number of iterations is known."""
-    if _following() is None or not (core.is_concrete(lower) and core.is_concrete(upper)):
-        return _fori_loop(lower, upper, body_fun, init_val, **options)
+def _jitted_scan(f: Any, *args: Any, **options: Any) -> Jitted:
+    """A scan outside of jit, which JAX compiles too, as a jitted function."""
+    try:
+        return _kept_scan(f, args, tuple(options.items()))
+    except TypeError:  # not hashable
+        return _kept_scan.__wrapped__(f, args, tuple(options.items()))
 
+
+@functools.lru_cache(maxsize=64)
+def _kept_scan(f: Any, args: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Jitted:
+    return Jitted(lambda init, xs: scan(f, init, xs, *args, **dict(options)), {})
+
+
+@functools.lru_cache(maxsize=64)
+def _loop_body(body_fun: Callable) -> Callable:
     def body(carry: Any, _: Any) -> Any:
         i, value = carry
         return (i + 1, body_fun(i, value)), None
 
+    return body
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **options: Any) -> Any:
+    """`jax.lax.fori_loop`, which is a scan if the number of iterations is known."""
+    if current() is None or not (core.is_concrete(lower) and core.is_concrete(upper)):
+        return _fori_loop(lower, upper, body_fun, init_val, **options)
+
     first, length = int(lower), max(int(upper) - int(lower), 0)
-    return scan(body, (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
+    return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
 
 
 def shard_map(f: Any = None, /, **options: Any) -> Any:

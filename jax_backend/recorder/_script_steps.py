@@ -30,7 +30,7 @@ USE_RECORDER = """record from inside the script:
         for batch in batches:
             ...                                   # loss, grads, updates: as before
             recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
-_MOST_WITHOUT_UPDATE = 8
+_MOST_WITHOUT_UPDATE = 4
 
 
 @dataclass(frozen=True)

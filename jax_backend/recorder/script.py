@@ -169,14 +169,10 @@ class ScriptRecorder:
     def call(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a jitted function of the script."""
         self._patches.libraries()
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        # What is no number selects a program, if the argument is static.
-        static = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, bool | str))
-        if (structure, static) not in jitted.plans:
-            jitted.plans[structure, static] = self._plan(jitted, args, kwargs)
-        plan: Plan = jitted.plans[structure, static]
+        plan = self._plan(jitted, args, kwargs)
         if not plan.kinds:
             return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
+        leaves, structure = jax.tree.flatten((args, kwargs))
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
             for i, name in plan.params.items():
                 self._move(leaves[i], name)
@@ -258,6 +254,7 @@ class ScriptRecorder:
 
     def follows(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a jitted function takes gradients or updates parameters."""
+        self._patches.libraries()
         return bool(self._plan(jitted, args, kwargs).kinds)
 
     def compiled(self) -> None:
@@ -290,6 +287,14 @@ class ScriptRecorder:
     # Before a jitted function runs
 
     def _plan(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # What is no number selects a program, if the argument is static.
+        static = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, bool | str))
+        if (structure, static) not in jitted.plans:
+            jitted.plans[structure, static] = self._new_plan(jitted, args, kwargs)
+        return jitted.plans[structure, static]
+
+    def _new_plan(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         before = set(self._hidden)
         result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
         kinds = tuple(tap.kind for tap in packed.taps)

@@ -333,6 +333,8 @@ result, opt_state, losses = epoch(params, tx.init(params), stacked)
 )
 """An epoch in one call."""
 
+OUTSIDE_OF_JIT = IN_A_SCAN.replace("@jax.jit\ndef epoch", "def epoch")
+
 IN_LOOPS = (
     FUNCTIONS
     + """
@@ -457,6 +459,7 @@ result = params
 
 RECORDED = {
     "in_a_scan": IN_A_SCAN,
+    "in_a_scan_outside_of_jit": OUTSIDE_OF_JIT,
     "ahead_of_time": AHEAD_OF_TIME,
     "lookahead": LOOKAHEAD,
     "linen": LINEN,

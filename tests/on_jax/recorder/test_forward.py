@@ -74,6 +74,10 @@ def generate(state, x):
     return jax.lax.scan(lambda x, _: ((y := jnp.sin(nnx.merge(graph, state)(x)).astype(x.dtype)), y), x, None, length=3)[1]
 result = generate(state, batches[0])
 """,
+    "scan_by_fori_loop": NNX
+    + "graph, state = nnx.split(net)\n"
+    + "body = lambda _, x: jnp.sin(nnx.merge(graph, state)(x)).astype(x.dtype)\n"
+    + "result = jax.lax.fori_loop(0, 3, body, batches[0])\n",
 }
 """Scripts that call a model three times."""
 LAYERS = {"layers.0", "layers.1"}
@@ -82,11 +86,18 @@ MODULES = {
     "nnx": {"", *LAYERS},
     "equinox": {"", *LAYERS},
 }
-WHILE = NNX + "decode = lambda x: jax.lax.fori_loop(0, 3, lambda _, x: net(x).astype(x.dtype), x)\n"
+WHILE = (
+    NNX
+    + """
+def decode(x):
+    body = lambda state: (state[0] + 1, net(state[1]).astype(x.dtype))
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+"""
+)
 REFUSED = {
-    "fori_loop": (WHILE + "decode(batches[0])\n", "where its values cannot leave"),
+    "while_loop": (WHILE + "decode(batches[0])\n", "where its values cannot leave"),
     # At the call, and not at the end of the script.
-    "fori_loop_jit": (WHILE + "jax.jit(decode)(batches[0])\nraise SystemError\n", "where its values cannot leave"),
+    "while_loop_jit": (WHILE + "jax.jit(decode)(batches[0])\nraise SystemError\n", "where its values cannot leave"),
     "functions": ("result = jnp.sin(batches[0])\n", "recorder.forward(model)"),
     "constant": (
         LINEN + "run = jax.jit(lambda x: net.apply(jax.tree.map(lambda p: 2 * p, variables), x).sum())\n" + CALL,
@@ -135,7 +146,7 @@ def test_each_call_of_a_model_is_a_step_and_no_bit_changes(tmp_path, run, name):
         assert found.losses()[step, 0] == pytest.approx(np.sqrt(np.mean(np.square(output))), rel=1e-6)
     given = found.activation(0, 0, 0, "", "input")
     assert np.array_equal(given, variables["batches"][0])
-    assert found.manifest.settings["program"]["compiled"] is (name.endswith(("_jit", "_mutable")) or name == "scan")
+    assert found.manifest.settings["program"]["compiled"] is name.endswith(("scan", "_loop", "_jit", "_mutable"))
     assert len({found.batch(step, 0).digest for step in range(3)}) == 3
 
 
