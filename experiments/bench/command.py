@@ -20,6 +20,11 @@ from experiments.bench.figure import Figure, Section, markdown_grid, markdown_ta
 # Of the benchmark of the torch backend.
 SECTIONS = ("step", "host", "memory", "wrap", "copies", "gpu")
 _BESIDE_TORCH = "torch_backend beside torch"
+_IN_TURNS = (
+    "All take turns, round after round in an order drawn anew; a ratio is the median of the rounds' ratios, with their "
+    "quartiles."
+)
+_ONCE = "Each figure is measured once. CPU seconds do not count the time in which other processes have the processor."
 
 
 def run_core_bench(console: Console, output: Path | None = None) -> int:
@@ -71,12 +76,14 @@ class Bench:
     Attributes:
         title: of the report.
         where: what it is measured on, and when.
+        note: how the figures are measured, for a report.
         measure: yields the sections. With True, of tiny models, to see that all works; the figures mean nothing then.
     """
 
     title: str
     where: Callable[[], dict[str, Any]]
     measure: Callable[[bool], Iterable[Section]]
+    note: str = _IN_TURNS
 
 
 def run_bench(
@@ -108,7 +115,7 @@ def run_bench(
         json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
         console.print(f"figures: {json_output}", highlight=False)
     if output is not None:
-        output.write_text(torch_markdown(where, measured, bench.title))
+        output.write_text(torch_markdown(where, measured, bench.title, bench.note))
         console.print(f"figures: {output}", highlight=False)
     return 1 if strict and not all(section.ok for section in measured) else 0
 
@@ -193,7 +200,7 @@ def scale_bench() -> Bench:
 
         return scale_sections(SMALL if quick else FULL, (1, 2) if quick else BLOCKS)
 
-    return Bench("Scale", torch_machine, measure)
+    return Bench("Scale", torch_machine, measure, _ONCE)
 
 
 def jax_bench() -> Bench:
@@ -275,17 +282,14 @@ def torch_report(where: dict[str, Any], sections: Sequence[Section], *, quick: b
     }
 
 
-def torch_markdown(
-    where: dict[str, Any], sections: Sequence[Section], title: str = "torch_backend beside torch"
-) -> str:
+def torch_markdown(where: dict[str, Any], sections: Sequence[Section], title: str, note: str) -> str:
     """Everything for a Markdown file."""
     lines = [
         f"# {title}",
         "",
         f"`{command_line()}`: {torch_machine_line(where)}.",
         "",
-        "All take turns, round after round in an order drawn anew; a ratio is the median of the rounds' ratios, with "
-        "their quartiles.",
+        note,
     ]
     for section in sections:
         lines += ["", f"## {section.title}", "", section.skipped or section.how]
