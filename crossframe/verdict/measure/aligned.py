@@ -75,13 +75,13 @@ def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np
                 where = rows[1].place.get(sample)
                 if where is None or (where[1], module, use) not in theirs:
                     break
-                if where[:2] not in held:
-                    size = len(rows[1].ids[where[0]][where[1]])
-                    held[where[:2]] = _elements(b, step, where[0], (where[1], module, use), size)
-                block = held[where[:2]]
+                other, call, row = where
+                if (other, call) not in held:
+                    held[other, call] = _elements(b, step, other, (call, module, use), len(rows[1].ids[other][call]))
+                block = held[other, call]
                 if block is None:
                     break
-                found.append(block[where[2]])
+                found.append(block[row])
             # Shapes of samples depend on how far microbatches are padded.
             if ours is not None and len(found) == len(ids) and all(each.shape == ours.shape[1:] for each in found):
                 yield at, rank, ours, np.stack(found)
