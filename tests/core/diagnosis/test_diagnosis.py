@@ -1,6 +1,7 @@
 """Hypotheses on arrays alone: each finds what was put in, with rounding on top, and nothing in what is unrelated."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -15,7 +16,17 @@ from crossframe.recording import Batch
 from crossframe.verdict.diagnosis.batches import batch_difference
 from crossframe.verdict.diagnosis.factor_fits import factor_of, name_of
 from crossframe.verdict.diagnosis.factor_hypotheses import is_shifted
-from crossframe.verdict.diagnosis.fit import Claim, Contrast, Fit, best
+from crossframe.verdict.diagnosis.fit import (
+    Claim,
+    Contrast,
+    Fit,
+    accepted,
+    best,
+    factor_between,
+    is_uninformative,
+    roundoff_of,
+    sum_roundoff,
+)
 from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     FUNCTIONS,
@@ -756,3 +767,51 @@ def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
 def test_batches_that_are_the_same_differ_in_nothing() -> None:
     assert batch_difference(RIGHT, RIGHT, ("a", "b")) is None
     assert batch_difference(RIGHT, fed([[3, 2, 1, 0]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), ("a", "b")) is None
+
+
+@pytest.mark.parametrize(
+    ("residual", "difference", "tolerance", "expected"),
+    [
+        (1.0, 2.0, 1.0, True),
+        (1.0 + 2.0**-52, 4.0, 1.0, False),
+        (1.0, 2.0 - 2.0**-52, 1.0, False),
+        (0.0, 2.0**-1074, 0.0, True),
+        (0.0, 0.0, 0.0, False),
+        (math.nan, 1.0, 1.0, False),
+    ],
+)
+def test_a_hypothesis_is_accepted_up_to_its_limits(
+    residual: float, difference: float, tolerance: float, expected: bool
+) -> None:
+    assert accepted(residual, difference, tolerance) is expected
+
+
+def test_limits_of_fits_are_inside() -> None:
+    one = np.array([1.0, 0.0])
+    assert is_uninformative(np.array([0.0, 1.0]), 1.0) and not is_uninformative(np.array([0.0, 1.0]), 0.875)
+    assert is_uninformative(np.array([3.0, 3.0])) and is_uninformative(np.zeros(0)) and not is_uninformative(one)
+    assert Claim("x", 1.0, 0.25).same(Claim("x", 1.5, 0.25)) and not Claim("x", 1.0, 0.25).same(Claim("x", 1.5, 0.125))
+    assert Claim("x").same(Claim("x")) and not Claim("x").same(Claim("x", 1.0)) and not Claim("x", 1.0).same(Claim("x"))
+    assert factor_between(one, np.array([3.0, 5.0])) == 3.0 and factor_between(0 * one, one) == 0.0
+    assert factor_between(np.array([np.inf, 1.0]), one) == 0.0 and factor_between(-one, one) == -1.0
+    assert roundoff_of(np.zeros(1, np.int32)) == 0.0 and roundoff_of(np.zeros(1, np.float16)) == 2.0**-11
+    assert sum_roundoff(10, 2.0**-8) == 10 * 2.0**-24 + 2 * 2.0**-8 and sum_roundoff(10, 2.0**-53) == 12 * 2.0**-53
+
+
+def test_an_exact_fit_is_one_within_its_error() -> None:
+    at, beyond = Fit("constant_factor", "", 1.0, 1.0), Fit("dropout", "", 1.0, 1.0 - 2.0**-53)
+    assert best([beyond, at]) is at
+    plain, part = (Fit("constant_factor", text, 1.0, 1.0, Claim(text)) for text in ("factor", "rate"))
+    assert best([plain, part]) is part and best([part, plain]) is part
+    assert best([Fit("dropout", "", 2.0), smaller := Fit("dropout", "", 1.0)]) is smaller
+
+
+def test_parts_of_a_contrast() -> None:
+    whole = Contrast(np.arange(6.0).reshape(2, 3), np.zeros((2, 3)), 0.5, 2.0**-24)
+    part = whole.within(1, 4)
+    assert part.right.tolist() == [1, 2, 3] and (part.limit, part.roundoff) == (0.5, 2.0**-24)
+    turned = whole.swapped()
+    assert (turned.right.sum(), turned.wrong.sum(), turned.limit, turned.roundoff) == (0, 15, 0.5, 2.0**-24)
+    assert whole.residual(np.ones((2, 3))) == math.sqrt(6) and whole.difference == math.sqrt(55)
+    narrow = Contrast.of(np.zeros(2, np.float32), np.zeros(2), 1)
+    assert (narrow.roundoff, type(narrow.limit)) == (2.0**-53, float)

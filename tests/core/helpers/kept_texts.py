@@ -3,10 +3,15 @@
 CROSSFRAME_KEEP_TEXTS=1 keeps the texts of the tests that run as they are now: whoever changes one, means it.
 """
 
+import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 KEEP = "CROSSFRAME_KEEP_TEXTS"
 NOISE = 1e-11
@@ -24,6 +29,26 @@ def check_text(file: Path, text: str, part: str = "", *, must_be_kept: bool = Tr
         assert is_same_text(kept[name], text), f"{kept[name]!r}, now {text!r}; if this is meant: {KEEP}=1"
     else:
         assert not must_be_kept, f"{name} is not in {file}; if this is meant: {KEEP}=1"
+
+
+def keep_calls(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, folder: Path, told: Callable[[Any], str]
+) -> None:
+    """Compare each result of a function that a test module calls by this name with the one that a folder keeps.
+
+    Results of a new test are kept when someone runs it with CROSSFRAME_KEEP_TEXTS=1. Tests of random values are left out.
+    """
+    made = getattr(request.module, name, None)
+    if made is None or hasattr(request.function, "hypothesis"):
+        return
+    numbers, file = itertools.count(1), folder / f"{request.path.stem}.json"
+
+    def call(*args: Any, **options: Any) -> Any:
+        found = made(*args, **options)
+        check_text(file, told(found), f"{name} {next(numbers)}", must_be_kept=False)
+        return found
+
+    monkeypatch.setattr(request.module, name, call)
 
 
 def is_same_text(kept: str, text: str) -> bool:

@@ -1,15 +1,12 @@
 """What comparisons in this folder say is kept in comparisons/, next to what each test asserts."""
 
-import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from crossframe.verdict import PairVerdict
-from tests.core.helpers.kept_texts import check_text
+from tests.core.helpers.kept_texts import keep_calls
 
 FOLDER = Path(__file__).with_name("comparisons")
 # The former keeps figures of its own, and tests of the latter share comparisons.
@@ -18,22 +15,10 @@ A_PATH = re.compile(r"(?<!\S)/\w\S*")
 
 
 @pytest.fixture(autouse=True)
-def kept_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compare the result of each call of `compare` in a test module with the one that is kept.
-
-    Comparisons of a new test are kept when someone runs it with CROSSFRAME_KEEP_TEXTS=1.
-    """
-    made, is_random = getattr(request.module, "compare", None), hasattr(request.function, "hypothesis")
-    if made is not None and not is_random and request.path.stem not in LEFT_OUT:
-        numbers, file = itertools.count(1), FOLDER / f"{request.path.stem}.json"
-
-        def compare(*runs: Any, **options: Any) -> PairVerdict:
-            found = made(*runs, **options)
-            check_text(file, told(found), f"comparison {next(numbers)}", must_be_kept=False)
-            return found
-
-        monkeypatch.setattr(request.module, "compare", compare)
-    yield
+def kept_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the result of each call of `compare` in a test module with the one that is kept."""
+    if request.path.stem not in LEFT_OUT:
+        keep_calls(request, monkeypatch, "compare", FOLDER, told)
 
 
 def told(found: PairVerdict) -> str:
