@@ -421,10 +421,19 @@ class Recording:
     @cached_property
     def backward_order(self) -> list[str]:
         """All parameters in the order of backward: those of the root unit that forward uses after all other units, as the first
-        dense step shows, then the units in reverse order, and the rest of the root unit."""
+        dense step shows, then the units in reverse order, and the rest of the root unit. Within a unit, those of modules that
+        forward calls last come first, if it calls all of them."""
         unit_of, params = self.manifest.unit_of, list(self.manifest.params)[::-1]
         step = next((step for step in self.recorded_steps() if self.activations(step)), None)
         called = [] if step is None else list(dict.fromkeys(module for _, module, _ in self.activations(step)))
+        place = {module: i for i, module in enumerate(called)}
+        of_unit: dict[str, list[str]] = {}
+        for name in params:
+            of_unit.setdefault(unit_of[name], []).append(name)
+        for names in of_unit.values():
+            if all(name.rpartition(".")[0] in place for name in names):
+                names.sort(key=lambda name: -place[name.rpartition(".")[0]])
+        params = [name for names in of_unit.values() for name in names]
         units = [i for i, module in enumerate(called) if module and module in self.manifest.unit_names]
         late = {*called[units[-1] + 1 :]} - {""} if units else set()
         first = {name for name in params if not unit_of[name] and name.rpartition(".")[0] in late}

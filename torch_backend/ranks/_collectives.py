@@ -189,6 +189,12 @@ class Communicator:
             dist.scatter(shard, full, src=self.ranks[0], group=self.group)
 
 
+def axis_name(group: dist.ProcessGroup, otherwise: str) -> str:
+    """The name of the mesh axis of which this is a process group."""
+    prefix, _, name = (group.group_desc or "").partition("_")
+    return name if prefix == "mesh" and name else otherwise
+
+
 def _ranks_of(group: Any) -> tuple[int, ...]:
     """The global ranks of a group; for an object with only a rank and a size, its own ranks."""
     if isinstance(group, dist.ProcessGroup):

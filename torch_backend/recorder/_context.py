@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossframe.errors import UsageError
-from torch_backend.ranks._collectives import Communicator, default_process_group
+from torch_backend.ranks._collectives import Communicator, axis_name
 
 RANK, HEAD_TAIL = "rank", "head_tail"
 ORDERS = (RANK, HEAD_TAIL)
@@ -24,12 +24,12 @@ class Context:
     """The ranks that have parts of the same sequences.
 
     Attributes:
-        group: the process group.
-        data: (the number of this group among all, how many there are).
+        group: the process group. ranks: their numbers.
+        axis: the name of the mesh axis along which they lie.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: str) -> None:
-        """All ranks call it.
+        """Of one process group.
 
         Args:
             order: of the parts. RANK: each rank has one, in the order of ranks. HEAD_TAIL: of 2n parts, rank i of n has part i
@@ -38,9 +38,7 @@ class Context:
         if order not in ORDERS:
             raise UsageError(f"Recorder: context_order: expected one of {ORDERS}, got {order!r}")
         self.group, self._ranks, self._order = group, Communicator(group), order
-        every = Communicator(default_process_group()).gather_objects(self._ranks.ranks)
-        groups = sorted(set(every))
-        self.data = groups.index(self._ranks.ranks), len(groups)
+        self.ranks, self.axis = self._ranks.ranks, axis_name(group, "cp")
 
     def mean(self, loss: float) -> float:
         """Of the losses of all parts."""

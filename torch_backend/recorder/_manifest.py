@@ -33,9 +33,11 @@ def move(view: ModelView, perturbed_run: int) -> None:
     """Set this rank's shards to the initial values of a perturbed run."""
     for held in view.held:
         if held.divided:
-            values = to_numpy(full(held.param.detach()))
+            whole = full(held.param.detach(), held.partition)
+            values = to_numpy(whole)
             away = perturbed_values(held.name, values.reshape(-1), perturbed_run, 0).view(_carrier(values.itemsize))
-            set_full(held.param.detach(), torch.from_numpy(away).view(held.param.dtype).view(held.param.shape))
+            away = torch.from_numpy(away).view(whole.dtype).view(whole.shape)
+            set_full(held.param.detach(), away, held.partition)
             continue
         here = held.of(held.param)
         if here.numel():

@@ -5,8 +5,8 @@ torch's own is imported: its modules and parameters say themselves where things 
 of the core, so that a recording never puts elements where they are not.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
+from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
-from torch_backend.recorder._model_ranks import ModelRanks, full
+from torch_backend.recorder._model_ranks import ModelRanks, full, hash_of
+from torch_backend.recorder._partition import Partition
 from torch_backend.recorder._pipeline import Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
+    joined_by,
     local_of,
     of_sequences,
     ours,
@@ -46,6 +49,7 @@ class Held:
         param: what the optimizer has of it: the parameter, or a flat one of which it is a part.
         part: where in that, or None if `param` is this parameter's alone.
         divided: whether model ranks have parts of it, which are gathered; see [Note: model ranks].
+        partition: how they divide it without a DTensor.
     """
 
     unit: str
@@ -55,11 +59,12 @@ class Held:
     param: Tensor
     part: tuple[int, int] | None = None
     divided: bool = False
+    partition: Partition | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
         if self.divided:
-            return full(tensor.detach()).reshape(-1)[self.start : self.stop]
+            return full(tensor.detach(), self.partition).reshape(-1)[self.start : self.stop]
         local = local_of(tensor.detach()).reshape(-1)
         return local if self.part is None else local[self.part[0] : self.part[1]]
 
@@ -78,7 +83,7 @@ class ModelView:
         entries: on whose entry the parameters of which units can be read in full.
         compute_dtype: in which it computes.
         left_out: names of parameters that are not recorded, since the engine leaves them alone.
-        pipeline: the stages of which this model is one; None: it is whole.
+        pipeline: the stages of which this model is one; None: it is whole. stage: its number.
         context: the ranks that have parts of this rank's sequences; None: it has whole ones.
     """
 
@@ -94,6 +99,7 @@ class ModelView:
     left_out: tuple[str, ...]
     pipeline: Pipeline | None = None
     context: Context | None = None
+    stage: int = 0
 
     @property
     def numel(self) -> int:
@@ -116,8 +122,8 @@ class ModelView:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the recording of its place on the mesh."""
-        return self.speaks and (self.pipeline is None or self.pipeline.is_first)
+        """Whether this rank writes the recording of its place on the mesh, and this stage is the first one."""
+        return self.speaks and self.stage == 0
 
     @property
     def speaks(self) -> bool:
@@ -129,16 +135,55 @@ class ModelView:
         """The core's word for how it is sharded."""
         return self.engine.strategy
 
+    def bits(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """By name the shape, and a hash of what is here, of parameters that could be told from others by their bits."""
+        shapes = {spec.name: spec.shape for _, layout in self.units for spec in layout.params}
+        found = {}
+        for held in self.held:
+            here = held.of(held.param)
+            is_constant = bool(here.numel()) and bool((here == here[0]).all())
+            if len(shapes[held.name]) > 1 and not is_constant:
+                found[held.name] = shapes[held.name], hash_of(here) if here.numel() else None
+        return found
 
-def view_of(
-    model: nn.Module, units: Any = None, pipeline: Pipeline | None = None, context: Context | None = None
-) -> ModelView:
-    """Look at a model while its shards are registered: outside of forward and backward.
+    def renamed(self, names: Mapping[str, str]) -> "ModelView":
+        """The view with other names of some parameters."""
 
-    Args:
+        def new(spec: ParamSpec) -> ParamSpec:
+            return replace(spec, name=names.get(spec.name, spec.name))
+
+        layouts: list[tuple[str, Any]] = list(self.units)
+        units = tuple((unit, replace(each, params=tuple(map(new, each.params)))) for unit, each in layouts)
+        held = tuple(replace(each, name=names.get(each.name, each.name)) for each in self.held)
+        places = {names.get(name, name): where for name, where in self.places.items()}
+        return replace(self, units=units, held=held, places=places)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What the user states of a model.
+
+    Attributes:
         units: of a model that nothing shards (`torch_backend.recorder._module_tree.choose_units`).
         pipeline: the stages of which the model is one.
         context: the ranks that have parts of the same sequences.
+        tensor_parallel: the ranks that divide parameters without DTensors.
+        partition: by name or pattern the divided dim of such parameters, if they have no attributes of Megatron-LM.
+    """
+
+    units: Any = None
+    pipeline: Pipeline | None = None
+    context: Context | None = None
+    tensor_parallel: dist.ProcessGroup | None = None
+    partition: Mapping[str, int] = field(default_factory=dict)
+
+
+def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Sequence[Tensor] = ()) -> ModelView:
+    """Look at a model while its shards are registered: outside of forward and backward.
+
+    Args:
+        stage: the number of the model among the stages of a pipeline.
+        inputs: what its forward is given; empty if that is not known.
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
@@ -152,23 +197,26 @@ def view_of(
     elif found := [place for place in places if module_tree.is_torch_fsdp2(place.module)]:
         engine = torch_fsdp2(model, found)
     else:
-        replicas = None if pipeline is None else pipeline.replicas
-        engine = unsharded(model, module_tree.choose_units(model, units), replicas)
-        return _view(model, places, engine, pipeline, context)
-    if units is not None:
+        replicas = None if stated.pipeline is None else stated.pipeline.replicas
+        names = module_tree.choose_units(model, stated.units)
+        engine = unsharded(model, names, replicas, stated.tensor_parallel, stated.partition)
+        return _view(model, places, engine, stated, stage, inputs)
+    if stated.units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
-    return _view(model, places, engine, pipeline, context)
+    return _view(model, places, engine, stated, stage, inputs)
 
 
 def _view(
     model: nn.Module,
     places: Sequence[module_tree.NamedModule],
     engine: Engine,
-    pipeline: Pipeline | None,
-    context: Context | None,
+    stated: Arrangement,
+    stage: int,
+    inputs: Sequence[Tensor],
 ) -> ModelView:
-    if context is not None:
-        engine = of_sequences(engine, context)
+    engine = joined_by(engine, stated.pipeline, inputs)
+    if stated.context is not None:
+        engine = of_sequences(engine, stated.context)
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")
@@ -200,15 +248,18 @@ def _view(
         replica * num_shards + shard,
         tuple((bucket.unit, bucket.layout) for bucket in engine.buckets),
         tuple(
-            each for bucket in engine.buckets for each in _held(bucket, shard, divided=engine.model_ranks is not None)
+            replace(each, partition=engine.partitions.get(each.name))
+            for bucket in engine.buckets
+            for each in _held(bucket, shard, divided=engine.model_ranks is not None)
         ),
         read,
         {module: name for name, module in by_name.items() if name in wanted},
         entries,
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
         tuple(canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
-        pipeline,
-        context,
+        stated.pipeline,
+        stated.context,
+        stage,
     )
 
 

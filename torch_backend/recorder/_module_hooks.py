@@ -30,8 +30,8 @@ from torch_backend.recorder._pipeline import infers_shapes
 class Sink:
     """Who is told, during a step."""
 
-    def begins(self) -> None:
-        """The first forward of a model is about to begin."""
+    def begins(self, inputs: list[Tensor]) -> None:
+        """The first forward of a model is about to begin, with these inputs."""
 
     def batch(self, tensors: list[Tensor], mask: int | None) -> None:
         """A microbatch begins: what forward was given, and the index of the mask in it."""
@@ -282,7 +282,9 @@ class Watch:
         if self._view is not None and self._view.pipeline is not None and infers_shapes():
             return
         if self._view is None:
-            self._sink.begins()
+            with quietly():
+                given = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
+            self._sink.begins(given)
             self._trains_in = model.training
         self._withdraw()
         # In the other mode: an evaluation, which forgot no_grad, unless backward follows.

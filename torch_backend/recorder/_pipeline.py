@@ -1,73 +1,161 @@
 """Pipeline parallelism: the stages of a pipeline, each with other modules of one model, are recorded as one rank.
 
 [Note: stages] Each stage records its own parameters and activations. When a step ends, the later stages send theirs to the first
-one, which writes them with its own, with the batch that it was given and the loss of the last stage. Gradients are those that the
-optimizers get: what a schedule does to them in between, such as dividing by the number of microbatches, is not seen, so local
-gradients are not recorded.
+one, which writes them with its own, with the batch that it was given and the loss of the last stage. A rank may have several
+stages, which are recorded one by one. Gradients are those that the optimizers get: what a schedule does to them in between, such
+as dividing by the number of microbatches, is not seen, so local gradients are not recorded.
+
+A parameter of a later stage that has the bits of an earlier one is the same parameter (tied weights, as of the embedding and the
+head). It is recorded under the name of the earlier stage, and the values of the later one are compared.
 
 The stages of a pipeline wait for one another in forward. So they begin to record together before, when the recorder is entered.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
-from crossframe.recording import Manifest, RecordingWriter, SilentWriter
-from crossframe.recording.event_format import INPUT, OUTPUT
-from torch_backend.ranks._collectives import Communicator, default_process_group
+from crossframe.recording import Manifest, RecordingWriter, SilentWriter, Sketch
+from crossframe.recording.event_format import INPUT, OUTPUT, PARAMETERS, REDUCE, STATE, UPDATE
+from torch_backend.ranks._collectives import Communicator, axis_name, default_process_group
 
 Units = tuple[tuple[str, Layout], ...]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+Bits = tuple[tuple[int, ...], Any]
+"""The shape of a parameter, and a hash of what a rank has of it; None if it has nothing."""
+_COMPARED = (PARAMETERS, REDUCE, STATE, UPDATE)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parameters that several stages have.
+
+    Attributes:
+        names: of each of this rank's stages, the names of the earlier stage by its own ones.
+        ranks: by name of the earlier stage the ranks of this pipeline that have the later ones.
+        axis: the mesh axis along which stages lie.
+    """
+
+    names: Sequence[Mapping[str, str]] = ()
+    ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    axis: str = ""
 
 
 class Pipeline:
-    """The stages of one pipeline, one on each rank of a group, in order.
+    """The stages of one pipeline, some on each rank of a group.
 
     Attributes:
         group: the process group.
-        stage: the number of this rank's stage.
-        replicas: the ranks with this stage.
+        stages: the numbers of this rank's stages, in order.
+        num_stages: of all ranks.
+        replicas: the ranks with the same stages.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """All ranks call it."""
+    def __init__(self, group: dist.ProcessGroup, num_parts: int, stages: Sequence[int] | None) -> None:
+        """All ranks call it.
+
+        Args:
+            num_parts: how many stages this rank has.
+            stages: their numbers. None: the ranks take turns.
+
+        Raises:
+            UsageError: numbers that are not those of all stages, each once, from 0 on the first rank.
+        """
         self.group, self._ranks = group, Communicator(group)
-        self.stage = self._ranks.rank
-        by_stage: dict[int, list[int]] = {}
-        for rank, stage in enumerate(Communicator(default_process_group()).gather_objects(self.stage)):
-            by_stage.setdefault(stage, []).append(rank)
-        replicas, _ = dist.new_subgroups_by_enumeration([by_stage[stage] for stage in sorted(by_stage)])
+        given = range(self._ranks.rank, num_parts * self._ranks.size, self._ranks.size) if stages is None else stages
+        self.stages = tuple(given)
+        of_ranks = self._ranks.gather_objects((num_parts, self.stages))
+        numbers = sorted(stage for _, own in of_ranks for stage in own)
+        self.num_stages = len(numbers)
+        is_right = all(len(own) == number and list(own) == sorted(own) for number, own in of_ranks)
+        if not is_right or numbers != list(range(len(numbers))) or 0 not in of_ranks[0][1]:
+            raise UsageError(
+                f"Recorder: stages: expected a number for each module, in ascending order, of all ranks the numbers from 0 on, "
+                f"each once, and 0 on the first rank, got {[own for _, own in of_ranks]}"
+            )
+        # By rank the ranks of its pipeline.
+        self._pipelines = Communicator(default_process_group()).gather_objects(self._ranks.ranks)
+        places = [ranks.index(rank) for rank, ranks in enumerate(self._pipelines)]
+        by_place = [[rank for rank, each in enumerate(places) if each == place] for place in sorted({*places})]
+        replicas, _ = dist.new_subgroups_by_enumeration(by_place)
         assert isinstance(replicas, dist.ProcessGroup)
         self.replicas = replicas
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage is given the batch. It writes."""
-        return self.stage == 0
+        """Whether this rank has the stage that is given the batch. It writes."""
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.stage == self._ranks.size - 1
+        """Whether this rank has the stage that computes the loss."""
+        return self.num_stages - 1 in self.stages
 
-    def is_of_model(self, use: str) -> bool:
-        """Whether the input or output of this stage is that of the model."""
-        return (use == INPUT and self.is_first) or (use == OUTPUT and self.is_last)
+    def is_of_model(self, stage: int, use: str) -> bool:
+        """Whether the input or output of a stage is that of the model."""
+        return (use == INPUT and stage == 0) or (use == OUTPUT and stage == self.num_stages - 1)
 
-    def units(self, own: Units) -> Units:
+    def axes_of_others(self, every: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+        """This rank's groups along the axes of other ranks of its pipeline.
+
+        Args:
+            every: by rank its groups; empty for ranks without any.
+        """
+        axes = next((every[rank] for rank in self._ranks.ranks if every[rank]), {})
+        place = self._ranks.rank
+        return {name: [self._pipelines[rank][place] for rank in ranks] for name, ranks in axes.items()}
+
+    def copies(self, own: Sequence[Mapping[str, Bits]]) -> Copies:
+        """Parameters of later stages that are those of earlier ones. Every rank calls it.
+
+        Args:
+            own: of each of this rank's stages by name the shape and a hash of what it has of parameters that may be copies.
+        """
+        every = self._ranks.gather_objects(dict(zip(self.stages, own, strict=True)))
+        owners: dict[Bits, tuple[int, str]] = {}
+        found: dict[tuple[int, str], tuple[int, str]] = {}
+        for stage, named in sorted((each for of_rank in every for each in of_rank.items()), key=lambda each: each[0]):
+            for name, bits in named.items():
+                owner = owners.setdefault(bits, (stage, name))
+                if owner[0] < stage:
+                    found[stage, name] = owner
+        # Ranks that have no elements of a parameter cannot tell.
+        of_all = Communicator(default_process_group()).gather_objects({*found.items()})
+        found = dict(sorted({*found.items()}.intersection(*of_all)))
+        ranks: dict[str, list[int]] = {}
+        for (stage, _), (_, name) in found.items():
+            holder = next(rank for rank, of_rank in zip(self._ranks.ranks, every, strict=True) if stage in of_rank)
+            ranks.setdefault(name, []).append(holder)
+        names = [
+            {name: found[stage, name][1] for name in named if (stage, name) in found}
+            for stage, named in zip(self.stages, own, strict=True)
+        ]
+        return Copies(tuple(names), ranks, axis_name(self.group, "pp"))
+
+    def units(self, own: Sequence[Units], copies: Copies) -> Units:
         """Those of all stages, in order.
+
+        Args:
+            own: of this rank's stages. copies: of which the first counts.
 
         Raises:
             UsageError: two stages have parameters of one name.
         """
         found: Units = ()
         owner: dict[str, int] = {}
-        for stage, units in enumerate(self._ranks.gather_objects(own)):
+        every = self._ranks.gather_objects(list(zip(self.stages, own, strict=True)))
+        for stage, units in sorted((each for of_rank in every for each in of_rank), key=lambda each: each[0]):
+            kept = [
+                (unit, _without(layout, {name for name in copies.ranks if name in owner})) for unit, layout in units
+            ]
+            units = tuple((unit, layout) for unit, layout in kept if layout is not None)
             for name in (spec.name for _, layout in units for spec in layout.params):
                 if owner.setdefault(name, stage) != stage:
                     raise UsageError(
@@ -77,10 +165,71 @@ class Pipeline:
             found += units
         return found
 
-    def gather(self, loss: float, calls: Iterable[Call]) -> tuple[float, list[Call]]:
-        """(the loss of the last stage, the calls of the stages after the first). Every stage calls it."""
-        every = self._ranks.gather_objects((loss, list(calls)))
-        return every[-1][0], [call for _, later in every[1:] for call in later]
+    def gather(self, loss: float, calls: Mapping[int, Iterable[Call]]) -> tuple[float, list[Call]]:
+        """(the loss of the last stage, the calls of the stages after the first, in order). Every rank calls it.
+
+        Args:
+            calls: of this rank's stages.
+        """
+        every = self._ranks.gather_objects((loss if self.is_last else None, {k: list(own) for k, own in calls.items()}))
+        by_stage = {stage: own for _, of_rank in every for stage, own in of_rank.items()}
+        later = [call for stage in sorted(by_stage) for call in by_stage[stage]]
+        return next((each for each, _ in every if each is not None), 0.0), later
+
+
+def _without(layout: Any, names: set[str]) -> Layout | None:
+    """A layout without some parameters; None if none is left."""
+    left = [i for i, spec in enumerate(layout.params) if spec.name not in names]
+    if len(left) == len(layout.params):
+        return layout
+    changed: dict[str, Any] = {"params": tuple(layout.params[i] for i in left)}
+    if getattr(layout, "dims", None) is not None:
+        changed["dims"] = tuple(layout.dims[i] for i in left)
+    return replace(layout, **changed) if left else None
+
+
+class FirstWriter(RecordingWriter):
+    """The writer of the first stage. Compares what later stages have of tied weights with the values of the first one."""
+
+    def __init__(self, directory: str | Path, manifest: Manifest, rank: int, copies: Copies) -> None:
+        super().__init__(directory, manifest, rank)
+        self._copies = copies
+        # By phase, entry of the optimizer state and parameter what came in this step.
+        self._first: dict[tuple[str, str, str], list[Any]] = {}
+
+    def _put(self, phase: str, step: int, unit: str, pieces: Any, slot: str = "") -> None:
+        new = {}
+        for name, piece in pieces.items():
+            first = self._first.setdefault((phase, slot, name), []) if name in self._copies.ranks else []
+            if first and phase in _COMPARED:
+                self._compare(step, phase, name, slot, first[0], piece, self._copies.ranks[name][len(first) - 1])
+            if not first:
+                new[name] = piece
+            first.append(piece)
+        if new:
+            super()._put(phase, step, unit, new, slot)
+
+    def _compare(self, step: int, phase: str, name: str, slot: str, first: Any, other: Any, rank: int) -> None:
+        a, b = first[2], other[2]
+        if isinstance(a, Sketch):
+            same, difference = a.fingerprint == b.fingerprint, 2.0
+        else:
+            wide = a.astype("float64")
+            same = bool((a.view("uint8") == b.view("uint8")).all()) if a.shape == b.shape else False
+            difference = float(np.linalg.norm(b.astype("float64") - wide)) / (float(np.linalg.norm(wide)) or 1.0)
+        if not same:
+            self.disagreement(step, phase, self._units[name], name, slot, difference, self._copies.axis, [rank])
+
+    def counts(self, step: int, counts: Mapping[str, float]) -> None:
+        """Record them, of tied weights once."""
+        known = self._first.setdefault(("count", "", ""), [])
+        super().counts(step, {name: value for name, value in counts.items() if name not in known})
+        known.extend(counts)
+
+    def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
+        """Write the step to disk."""
+        super().end_step(step, rates)
+        self._first = {}
 
 
 def _keeps(name: str) -> Callable[..., None]:

@@ -26,12 +26,12 @@ from torch_backend.recorder._context import RANK, Context
 from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
-from torch_backend.recorder._model_view import ModelView, view_of
+from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
 from torch_backend.recorder._module_hooks import Sink, Watch, mask_in, quietly
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
-from torch_backend.recorder._pipeline import Pipeline, StageWriter, replay
+from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter, replay
 from torch_backend.recorder._tensor_writing import Keeper
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
@@ -50,7 +50,45 @@ class _StepArguments:
     rates: Sequence[Tensor | float] = ()
 
 
-class Recorder(Sink, Listener):
+class _Part(Sink):
+    """A module that is recorded: the model, or one of the stages of a pipeline on this rank.
+
+    Attributes:
+        model, stage: the module, and its number among the stages.
+        watch: its hooks.
+        view, keeper: what is known of it, and what records it; None before the recording begins.
+    """
+
+    def __init__(self, recorder: "Recorder", model: nn.Module, stage: int, *, every_call: bool) -> None:
+        self._recorder, self.model, self.stage = recorder, model, stage
+        self.view: ModelView | None = None
+        self.keeper: Keeper | None = None
+        self.watch = Watch(model, self, every_call=every_call)
+
+    def begins(self, inputs: list[Tensor]) -> None:
+        self._recorder.begins(inputs)
+
+    def batch(self, tensors: list[Tensor], mask: int | None) -> None:
+        if self.watch.is_dense:
+            self._begun().batch(self._recorder.current_step, tensors)
+        self._recorder.forwards(self, tensors, mask)
+
+    def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
+        self._begun().activation(self._recorder.current_step, microbatch, module, use, value, operator)
+
+    def unsharded(self, unit: str, name: str, value: Tensor) -> None:
+        self._begun().unsharded(self._recorder.current_step, unit, name, value)
+
+    def ends(self, output: Any) -> None:
+        self._recorder.ends(output)
+
+    def _begun(self) -> Keeper:
+        self._recorder.begins([])
+        assert self.keeper is not None
+        return self.keeper
+
+
+class Recorder(Listener):
     """Records a training loop. The loop only calls `step` after each step.
 
         with Recorder("runs/mine", model=model, optimizer=optimizer) as recorder:
@@ -72,8 +110,8 @@ class Recorder(Sink, Listener):
 
     Args:
         directory: the directory of the recording.
-        model: the trained model, as the loop calls it.
-        optimizer: the optimizer whose state is recorded. None: all optimizers that step with parameters of the model.
+        model: the trained model, as the loop calls it. In a pipeline with several stages on each rank, the list of them.
+        optimizer: the optimizer whose state is recorded, or several. None: all optimizers that step with parameters of the model.
         units: the units of an unsharded model: names or classes of modules, or an auto_wrap_policy. None: the members of its
             longest list of modules.
         every, dense: record tensors every `every` steps, and the first `dense` steps densely.
@@ -89,8 +127,14 @@ class Recorder(Sink, Listener):
         overwrite: replace an existing recording.
         name: name of the model. None: that of its class.
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
-        pipeline: the process group of a pipeline of which `model` is this rank's stage (`torch.distributed.pipelining`), with the
-            names of the whole model. Pass the optimizer too, and to `step` on the last stage the loss of the whole step.
+        pipeline: the process group of a pipeline of which `model` is this rank's stage or stages
+            (`torch.distributed.pipelining`), with the names of the whole model. Pass the optimizer too, and to `step` on the rank
+            with the last stage the loss of the whole step.
+        stages: the numbers of the stages of `model`. None: the ranks take turns, as rank 0 of 2 with the stages 0 and 2.
+        tensor_parallel: the process group of the ranks that divide parameters without DTensors: those with Megatron-LM's
+            attributes `tensor_model_parallel`, `partition_dim` and `partition_stride`, and those in `partition`. None: that of
+            Megatron-LM, if it is initialised.
+        partition: the divided dim of parameters by name or pattern of names, as {"*.up.weight": 0}.
         context: the process group of ranks that have parts of the same sequences, along dim 1 of batches and activations.
         context_order: "rank" if the parts are in the order of ranks; "head_tail" if of 2n parts rank i of n has part i and part
             2n - 1 - i, as for causal attention.
@@ -106,8 +150,8 @@ class Recorder(Sink, Listener):
         self,
         directory: str | Path,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         units: Any = None,
         every: int = 100,
         dense: int = 2,
@@ -121,17 +165,23 @@ class Recorder(Sink, Listener):
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
         pipeline: dist.ProcessGroup | None = None,
+        stages: Sequence[int] | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
+        partition: Mapping[str, int] | None = None,
         context: dist.ProcessGroup | None = None,
         context_order: str = RANK,
         manifest: Manifest | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"Recorder: expected a module as model, got {type(model).__name__}")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+        if not models or not all(isinstance(each, nn.Module) for each in models):
+            raise UsageError(f"Recorder: expected a module as model, or a list of stages, got {type(model).__name__}")
+        optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise UsageError(f"Recorder: expected an optimizer of torch, got {type(optimizer).__name__}")
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
-        for title, group in (("pipeline", pipeline), ("context", context)):
+        groups = {"pipeline": pipeline, "context": context, "tensor_parallel": tensor_parallel}
+        for title, group in groups.items():
             if group is not None and not isinstance(group, dist.ProcessGroup):
                 raise UsageError(
                     f"Recorder: {title}: expected a process group, got {type(group).__name__}; for instance "
@@ -139,10 +189,15 @@ class Recorder(Sink, Listener):
                 )
         if pipeline is not None and context is not None:
             raise UnsupportedError("Recorder: context parallelism in the stages of a pipeline is not recorded")
-        self._pipeline = None if pipeline is None else Pipeline(pipeline)
+        if pipeline is None and (len(models) > 1 or stages is not None):
+            raise UsageError(
+                "Recorder: several modules as model, and stages, are those of a pipeline; pass pipeline= too"
+            )
+        self._pipeline = None if pipeline is None else Pipeline(pipeline, len(models), stages)
         self._context = None if context is None else Context(context, context_order)
-        self._model = without_fabric(model)
-        self._units, self._overwrite, self._manifest = units, overwrite, manifest
+        self._stated = Arrangement(units, self._pipeline, self._context, tensor_parallel, dict(partition or {}))
+        self._models = [without_fabric(each) for each in models]
+        self._overwrite, self._manifest = overwrite, manifest
         self._perturbed_run = perturbed_run_number(perturbed_run)
         self._path = (
             Path(directory, perturbed_run_folder(self._perturbed_run))
@@ -165,12 +220,11 @@ class Recorder(Sink, Listener):
             self._path = Path(self._request.directory, "recording") if manifest is None else self._path
             self._overwrite = True
             self._options |= {"schedule": Schedule(0, 10**9), "detail": "sketch"}
-        self._given = optimizer
-        self._optimizers: list[torch.optim.Optimizer] = [] if optimizer is None else [optimizer]
+        self._are_given = bool(optimizers)
+        self._optimizers: list[torch.optim.Optimizer] = optimizers
         self._stack = ExitStack()
-        self._keeper: Keeper | None = None
-        self._view: ModelView | None = None
-        self._step = 0
+        self._parts: list[_Part] = []
+        self.current_step = 0
         self._waiting: list[_StepArguments] = []
         self._forget()
 
@@ -187,33 +241,36 @@ class Recorder(Sink, Listener):
         self._rates: dict[int, list[Tensor | float]] = {}
 
     def __enter__(self) -> Self:
-        self._watch = Watch(self._model, self, every_call=self._forward_only)
-        self._stack.callback(self._watch.close)
+        for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
+            self._parts.append(part := _Part(self, model, stage, every_call=self._forward_only))
+            self._stack.callback(part.watch.close)
         if not self._forward_only:
-            self._stack.enter_context(overheard(self, self._model))
+            self._stack.enter_context(overheard(self, self._models[0]))
         if self._request is not None:
-            self._trace = self._stack.enter_context(OperatorTrace(self._model, self._request))
+            self._trace = self._stack.enter_context(OperatorTrace(self._models[0], self._request))
         if self._perturbed_run:
-            self._view = view_of(self._model, self._units, self._pipeline, self._context)
             with quietly():
-                move(self._view, self._perturbed_run)
+                for part in self._parts:
+                    part.view = view_of(part.model, self._stated, part.stage)
+                    move(part.view, self._perturbed_run)
             self._stack.enter_context(OtherRounding(self._perturbed_run))
         if self._pipeline is not None:  # in forward, the stages wait for one another
-            self.begins()
+            self.begins([])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        if self._keeper is None:
+        if not self._has_begun:
             if kind is None:
                 enabled = "" if self._forward_only else " with gradients enabled"
                 raise RecordingError(f"Recorder: no step was recorded: the model never ran in here{enabled}")
             return
         if kind is None:
             self._write_waiting()
-        self._keeper.writer.__exit__(kind, error, trace)
+        for keeper in self._keepers:
+            keeper.writer.__exit__(kind, error, trace)
 
     # Called by the loop
 
@@ -245,20 +302,21 @@ class Recorder(Sink, Listener):
 
     def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
-            keeper, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
-            arguments.rates = [rate for rates in self._rates.values() for rate in rates]
-            records = keeper.writer.records(self._step)
+            writer, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
+            arguments.rates = self._step_rates()
+            records = writer.records(self.current_step)
             if records and self._forward_only:
-                keeper.writer.collectives(self._step, self._watch.events())
+                writer.collectives(self.current_step, self._parts[0].watch.events())
             elif records:
                 self._keep_grads()
                 norm = self._norm if grad_norm is None else grad_norm
-                keeper.after_step(self._step, self._optimizers, norm, self._watch, self._loss_scale)
+                for part, keeper in zip(self._parts, self._keepers, strict=True):
+                    keeper.after_step(self.current_step, self._optimizers, norm, part.watch, self._loss_scale)
             self._waiting.append(arguments)
             if records or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
-            self._step += 1
-            traced = self._request is not None and self._step > self._request.step
+            self.current_step += 1
+            traced = self._request is not None and self.current_step > self._request.step
             if traced and self._trace is not None and self._trace.active:
                 self._trace.write()
             self._begin_step()
@@ -274,32 +332,29 @@ class Recorder(Sink, Listener):
         if type(num_steps) is not int or num_steps < 1:
             raise UsageError(f"Recorder.open_window: expected a number of steps, got {num_steps!r}")
         with quietly():
-            keeper = self._begun()
+            self._begun()
             if self._microbatches:
                 raise UsageError("Recorder.open_window: call it between steps, right after Recorder.step")
             self._write_waiting()
-            keeper.writer.open_window(self._step + num_steps)
+            for keeper in self._keepers:
+                keeper.writer.open_window(self.current_step + num_steps)
             self._begin_step()
 
     # Called by hooks
 
-    def begins(self) -> None:
+    def begins(self, inputs: list[Tensor]) -> None:
+        """A forward begins, with these inputs if it is the first one."""
         with quietly():
-            self._begun()
+            self._begun(inputs)
 
-    def batch(self, tensors: list[Tensor], mask: int | None) -> None:
-        if self._watch.is_dense:
-            self._begun().batch(self._step, tensors)
-        self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
-        self._masks.append(mask)
-
-    def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
-        self._begun().activation(self._step, microbatch, module, use, value, operator)
-
-    def unsharded(self, unit: str, name: str, value: Tensor) -> None:
-        self._begun().unsharded(self._step, unit, name, value)
+    def forwards(self, part: _Part, tensors: list[Tensor], mask: int | None) -> None:
+        """A part is given a microbatch, and the index of the mask in it."""
+        if part is self._parts[0]:
+            self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
+            self._masks.append(mask)
 
     def ends(self, output: Any) -> None:
+        """A forward has ended."""
         if not self._forward_only:
             return
         found = next((each for each in tensors_in(output) if each.is_floating_point()), None)
@@ -311,29 +366,30 @@ class Recorder(Sink, Listener):
 
     def backward(self, loss: Tensor) -> None:
         with quietly():
-            self._watch.backward_begins()
+            for part in self._parts:
+                part.watch.backward_begins()
             self._losses.append(loss.clone())
             if self._trace is not None:
                 self._trace.result(loss)
 
     def scaled(self, scaler: Any) -> None:
-        if self._watch.is_dense:  # otherwise unused, and it would wait for the accelerator
+        if self._parts[0].watch.is_dense:  # otherwise unused, and it would wait for the accelerator
             self._loss_scale = float(scaler.get_scale())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
-        if self._keeper is not None and (params is None or self._keeper.has_any(params)):
+        if self._has_begun and (params is None or self._has_any(params)):
             with quietly():
                 self._keep_grads()
 
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
-        if self._keeper is not None and (params is None or self._keeper.has_any(params)):
+        if self._has_begun and (params is None or self._has_any(params)):
             self._norm = norm.detach().clone()
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         with quietly():
-            keeper = self._begun()
-            if keeper.has_any(param for group in optimizer.param_groups for param in group["params"]):
-                if self._given is None and optimizer not in self._optimizers:
+            self._begun()
+            if self._has_any([param for group in optimizer.param_groups for param in group["params"]]):
+                if not self._are_given and optimizer not in self._optimizers:
                     self._optimizers.append(optimizer)
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
@@ -342,36 +398,73 @@ class Recorder(Sink, Listener):
 
     # Writing
 
-    def _begun(self) -> Keeper:
-        """The keeper, which starts the recording on first use."""
-        if self._keeper is None:
-            self._view = view = self._view or view_of(self._model, self._units, self._pipeline, self._context)
-            manifest = self._manifest
-            described = view if self._pipeline is None else replace(view, units=self._pipeline.units(view.units))
-            if manifest is None:
-                manifest = manifest_of(described, self._model, self._optimizers, **self._options)
-                manifest = created(self._path, manifest, view, overwrite=self._overwrite)
-            elif manifest.units != described.units or manifest.mesh != view.mesh:
-                raise UsageError("the layouts that the manifest has are not those of the model")
-            kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
-            writer = kind(self._path, manifest, view.rank)
-            writer.environment(environment_of(self._model, self._optimizers).to_bytes())
-            self._keeper = Keeper(view, writer)
-            self._keeper.initial()
-            self._begin_step()
-        return self._keeper
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self._parts) and self._parts[0].keeper is not None
+
+    @property
+    def _keepers(self) -> list[Keeper]:
+        return [part.keeper for part in self._parts if part.keeper is not None]
+
+    @property
+    def _views(self) -> list[ModelView]:
+        return [part.view for part in self._parts if part.view is not None]
+
+    def _has_any(self, params: Sequence[Tensor]) -> bool:
+        return any(keeper.has_any(params) for keeper in self._keepers)
+
+    def _begun(self, inputs: Sequence[Tensor] = ()) -> RecordingWriter:
+        """The writer of the first part. The recording starts on first use, with these inputs of the model, if they are known."""
+        if not self._has_begun:
+            self._begin(inputs)
+        return self._keepers[0].writer
+
+    def _begin(self, inputs: Sequence[Tensor]) -> None:
+        for part in self._parts:
+            part.view = part.view or view_of(part.model, self._stated, part.stage, inputs)
+        copies = Copies()
+        if self._pipeline is not None:
+            copies = self._pipeline.copies([view.bits() for view in self._views])
+            for part, view, names in zip(self._parts, self._views, copies.names, strict=True):
+                part.view = view.renamed(names)
+        first, manifest = self._views[0], self._manifest
+        described = first
+        if self._pipeline is not None:
+            described = replace(
+                first,
+                units=self._pipeline.units([view.units for view in self._views], copies),
+                held=tuple(held for view in self._views for held in view.held),
+                left_out=tuple(name for view in self._views for name in view.left_out),
+            )
+        if manifest is None:
+            manifest = manifest_of(described, self._models[0], self._optimizers, **self._options)
+            manifest = created(self._path, manifest, first, overwrite=self._overwrite)
+        elif manifest.units != described.units or manifest.mesh != first.mesh:
+            raise UsageError("the layouts that the manifest has are not those of the model")
+        for part, view in zip(self._parts, self._views, strict=True):
+            if self._pipeline is not None and view.writes:
+                writer = FirstWriter(self._path, manifest, view.rank, copies)
+            else:
+                kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
+                writer = kind(self._path, manifest, view.rank)
+            writer.environment(environment_of(part.model, self._optimizers).to_bytes())
+            part.keeper = Keeper(view, writer)
+        for keeper in self._keepers:
+            keeper.initial()
+        self._begin_step()
 
     def _begin_step(self) -> None:
-        assert self._keeper is not None and self._view is not None
-        writer = self._keeper.writer
-        records = writer.records(self._step)
+        writer = self._keepers[0].writer
+        records = writer.records(self.current_step)
         if records:
             self._write_waiting()
         self._forget()
         if self._trace is not None and self._request is not None:
-            asked = self._view.writes and (self._step, self._view.rank) == (self._request.step, self._request.rank)
+            view = self._views[0]
+            asked = view.writes and (self.current_step, view.rank) == (self._request.step, self._request.rank)
             self._trace.begin_step(active=asked)
-        self._watch.begin_step(self._view, collects=records, is_dense=writer.is_dense(self._step))
+        for part, view in zip(self._parts, self._views, strict=True):
+            part.watch.begin_step(view, collects=records, is_dense=writer.is_dense(self.current_step))
 
     def _keep_grads(self, scale: Tensor | None = None) -> None:
         """Record the reduced gradients, if required and not recorded yet.
@@ -381,14 +474,22 @@ class Recorder(Sink, Listener):
         Args:
             scale: the divisor of the gradients; None for 1.
         """
-        assert self._keeper is not None
-        if self._microbatches and not self._has_grads and self._keeper.writer.records(self._step):
+        if self._microbatches and not self._has_grads and self._keepers[0].writer.records(self.current_step):
             # Read only if it is used, because the loop then waits for the accelerator.
-            self._has_grads = self._keeper.reduced_grads(self._step, 1.0 if scale is None else float(scale))
+            divisor = 1.0 if scale is None else float(scale)
+            found = [each.reduced_grads(self.current_step, divisor) for each in self._keepers]
+            self._has_grads = any(found)
 
     @property
     def _on_accelerator(self) -> bool:
-        return self._view is not None and any(not held.param.is_cpu for held in self._view.held)
+        return any(not held.param.is_cpu for view in self._views for held in view.held)
+
+    def _step_rates(self) -> list[Tensor | float]:
+        """The learning rates of all groups. Optimizers of stages that have the same ones count once, as that of one device."""
+        every = list(self._rates.values())
+        if len(self._parts) > 1 and all(rates == every[0] for rates in every):
+            every = every[:1]
+        return [rate for rates in every for rate in rates]
 
     def _step_arguments(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _StepArguments:
         """The loss and batch of a step. In a pipeline the last stage has the loss, and the first one the batch."""
@@ -420,17 +521,20 @@ class Recorder(Sink, Listener):
 
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
-        first = self._step + 1 - len(self._waiting)
-        assert self._keeper is not None and self._view is not None
+        first = self.current_step + 1 - len(self._waiting)
+        writers = [keeper.writer for keeper in self._keepers]
+        writer = writers[0]
         for step, arguments in enumerate(self._waiting, first):
-            writer, loss = self._keeper.writer, sum(float(loss) for loss in arguments.loss)
-            if self._pipeline is not None and self._view.speaks:
-                calls = writer.taken() if isinstance(writer, StageWriter) else ()
-                loss, later = self._pipeline.gather(loss if self._pipeline.is_last else 0.0, calls)
+            loss = sum(float(loss) for loss in arguments.loss)
+            if self._pipeline is not None and self._views[0].speaks:
+                stages = zip(self._pipeline.stages, writers, strict=True)
+                calls = {stage: each.taken() for stage, each in stages if isinstance(each, StageWriter)}
+                loss, later = self._pipeline.gather(loss, calls)
                 if self._pipeline.is_first:
                     replay(writer, step, later)
+            for each in writers[1:] if self._pipeline is None or self._pipeline.is_first else writers:
+                each.end_step(step)
             if self._pipeline is not None and not self._pipeline.is_first:
-                writer.end_step(step)
                 continue
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
             if self._context is not None:

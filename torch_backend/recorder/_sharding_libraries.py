@@ -1,7 +1,7 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +19,15 @@ from crossframe.unit_assignment import enclosing_unit
 from torch_backend.compat._dtypes import dtype_name, name_or_none
 from torch_backend.engine._unit_tree import NamedUnit, named_units
 from torch_backend.pieces._piece_tensor import PieceTensor
+from torch_backend.ranks._collectives import Communicator, axis_name, default_process_group
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
-from torch_backend.recorder._model_ranks import ModelRanks
+from torch_backend.recorder._model_ranks import Axes, ModelRanks, axes_of, component, hash_of
+from torch_backend.recorder._partition import Partition, partitions_of
+from torch_backend.recorder._pipeline import Pipeline
+
+# Weights of experts have a dim of experts.
+_EXPERT_DIMS = 3
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
@@ -66,7 +72,13 @@ class Engine:
         reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
         compute_dtype: None: that of the parameters.
         names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
+        axes: this rank's groups along the axes over which parameters are divided and the batch is not; None: the batch is the
+            same where the place is. Then the place follows from them.
+        is_divided: whether ranks with one batch have parts of parameters.
+        expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
+        partitions: of parameters that are divided without DTensors.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
+        tensor_ranks: those of them that have the same positions of sequences; None: this rank alone.
     """
 
     name: str
@@ -78,7 +90,28 @@ class Engine:
     reads_all_at_once: bool = False
     compute_dtype: str | None = None
     names: Callable[[], dict[str, str]] | None = None
+    axes: Axes | None = None
+    is_divided: bool = False
+    expert_axes: frozenset[str] = frozenset()
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
     model_ranks: ModelRanks | None = None
+    tensor_ranks: ModelRanks | None = None
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """What the optimizer has of each parameter, by name; only the first of a flat parameter."""
+        return {
+            spec.name: param
+            for each in self.buckets
+            for spec, param in zip(each.layout.params, each.params, strict=False)
+        }
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether any parameters lie together in one."""
+        return any(each.is_flat for each in self.buckets) or any(
+            isinstance(param, PieceTensor) for param in self.params.values()
+        )
 
     def entries_of(self, bucket: Bucket) -> Sequence[str]:
         """The modules on whose entry a bucket's parameters can be read in full."""
@@ -216,7 +249,7 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
     compute_dtype = name_or_none(policies[0].param_dtype) if policies else None
     strategy = _strategy(_place_in(shards)[1], _place_in(replicas)[1], keeps=False)
     if any(param.device_mesh != mesh for param, _, _ in params.values()):
-        return _divided("torch FSDP2", params, units, shards, replicas, strategy, compute_dtype)
+        return _divided("torch FSDP2", _registrations(model), units, shards, replicas, strategy, compute_dtype)
     buckets = []
     for (modules, dtype), members in _by_unit(params, units).items():
         specs, dims = _specs(params, members, dtype), tuple(_dim(params[name][0]) for name in members)
@@ -241,7 +274,7 @@ def _ours_divided(model: nn.Module, named: Sequence[NamedUnit]) -> Engine:
         raise UnsupportedError(_DIVIDED_FSDP1)
     mesh, params = first.mesh, _registrations(model)
     for name, (param, _, _) in params.items():
-        if not isinstance(param, DTensor):
+        if isinstance(param, PieceTensor):
             raise UnsupportedError(
                 f"parameter {name!r} is a {type(param).__name__}; over tensor parallelism, the layout per_param is recorded"
             )
@@ -266,8 +299,7 @@ def _divided(
     replicas: dist.ProcessGroup | None,
     strategy: Strategy,
     compute_dtype: str | None,
-    *,
-    reads_all_at_once: bool = False,
+    **options: Any,
 ) -> Engine:
     """Several ranks compute a replica together; see [Note: model ranks]. The layout is that of full parameters over the
     data-parallel ranks.
@@ -275,74 +307,131 @@ def _divided(
     Args:
         units: of each unit but the root the names of its modules.
         shards, replicas: the data-parallel groups of this rank; None: one rank.
+        options: of `Engine`.
     """
     replica, shard = _place_in(replicas), _place_in(shards)
     buckets = []
     for (modules, dtype), members in _by_unit(params, units).items():
-        layout = PerParamLayout(_specs(params, members, dtype), shard[1], (0,) * len(members))
+        specs = _specs(params, members, dtype, options.get("partitions", {}))
+        layout = PerParamLayout(specs, shard[1], (0,) * len(members))
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    model_ranks = ModelRanks(replica[0], shard[0], {name: param for name, (param, _, _) in params.items()})
-    groups = (shards, replicas, model_ranks.group)
     return Engine(
         name,
         strategy,
         replica,
         shard,
-        tuple(group for group in groups if group is not None and group.size() > 1),
+        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
         buckets,
-        reads_all_at_once=reads_all_at_once,
         compute_dtype=compute_dtype,
-        model_ranks=model_ranks,
+        is_divided=True,
+        **options,
     )
+
+
+def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor]) -> Engine:
+    """The engine with the ranks that compute this replica together, if there are any. All ranks call it.
+
+    Of a pipeline, some stages may have divided parameters and others none.
+
+    Args:
+        inputs: what forward is given; empty if that is not known.
+    """
+    if not dist.is_initialized() or not (engine.is_divided or pipeline):
+        return engine
+    axes = engine.axes
+    if pipeline is not None:
+        every = Communicator(default_process_group()).gather_objects((engine.is_divided, axes))
+        if not any(is_divided for is_divided, _ in every):
+            return engine
+        if not engine.is_divided and any(of_rank for _, of_rank in every):
+            axes = pipeline.axes_of_others([of_rank or {} for _, of_rank in every])
+    if engine.is_flat:
+        raise UnsupportedError(_DIVIDED_FSDP1)
+    if axes is not None:
+        if engine.expert_axes and inputs:
+            differ = _have_other_batches(axes, inputs)
+            axes = {name: ranks for name, ranks in axes.items() if name not in engine.expert_axes or not differ}
+        among = pipeline.replicas if pipeline is not None else default_process_group()
+        place = component(axes.values(), dist.get_process_group_ranks(among))
+        engine = replace(engine, replicas=place, groups=(among,) if among.size() > 1 else ())
+    ranks = ModelRanks(engine.replicas[0], engine.shards[0], engine.params, axes, engine.partitions)
+    groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
+    return replace(_of_full(engine), groups=groups, model_ranks=ranks, tensor_ranks=ranks)
+
+
+def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
+    """Whether ranks along any of the axes have other batches, on any rank."""
+    every = Communicator(default_process_group()).gather_objects([hash_of(each) for each in inputs])
+    own = any(every[rank] != every[dist.get_rank()] for ranks in axes.values() for rank in ranks)
+    return any(Communicator(default_process_group()).gather_objects(own))
+
+
+def _of_full(engine: Engine) -> Engine:
+    """The engine with the layout of full parameters over the data-parallel ranks."""
+    size = engine.shards[1]
+    buckets = [
+        replace(each, layout=PerParamLayout(each.layout.params, size, (0,) * len(each.params)), ranges=None)
+        for each in engine.buckets
+    ]
+    return replace(engine, buckets=buckets, names=None)
 
 
 def of_sequences(engine: Engine, context: Context) -> Engine:
     """The engine of ranks that have parts of the same sequences, as that of data-parallel ranks with whole ones; see
     [Note: context ranks]."""
-    if engine.model_ranks is not None:
-        raise UnsupportedError("context parallelism together with tensor or expert parallelism is not recorded")
-    params = {
-        spec.name: param
-        for each in engine.buckets
-        for spec, param in zip(each.layout.params, each.params, strict=False)
-    }
-    if any(each.is_flat for each in engine.buckets) or any(isinstance(param, PieceTensor) for param in params.values()):
+    if engine.is_flat:
         raise UnsupportedError(
             "context parallelism is recorded without FSDP and under fully_shard with the layout per_param"
         )
-    index, size = context.data
-    model_ranks = ModelRanks(0, index, params, "context")
-    buckets = []
-    for each in engine.buckets:
-        layout = PerParamLayout(each.layout.params, size, (0,) * len(each.params))
-        buckets.append(replace(each, layout=layout, ranges=None))
+    tensor_ranks = engine.model_ranks
+    axes = {context.axis: context.ranks} | (dict(tensor_ranks.axes) if tensor_ranks else {})
+    index, size = component(
+        [context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], range(dist.get_world_size())
+    )
+    model_ranks = ModelRanks(0, index, engine.params, axes, engine.partitions)
+    whole = replace(engine, shards=(index, size))
     return replace(
-        engine,
+        _of_full(whole),
         strategy=_strategy(size, 1, keeps=False),
         replicas=(0, 1),
-        shards=(index, size),
         groups=(*engine.groups, model_ranks.group),
-        buckets=buckets,
-        names=None,
         model_ranks=model_ranks,
     )
 
 
-def unsharded(model: nn.Module, unit_names: set[str], replicas: dist.ProcessGroup | None = None) -> Engine:
+def unsharded(
+    model: nn.Module,
+    unit_names: set[str],
+    replicas: dist.ProcessGroup | None = None,
+    tensor_parallel: dist.ProcessGroup | None = None,
+    partition: Mapping[str, int] | None = None,
+) -> Engine:
     """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank.
 
     Args:
         replicas: the ranks that have this model, unless DistributedDataParallel states them; None: all.
+        tensor_parallel, partition: of parameters that are divided without DTensors.
     """
     params = _registrations(model)
+    units = [(name,) for name in unit_names]
     if any(isinstance(param, DTensor) for param, _, _ in params.values()):
-        return _tensor_parallel(model, params, unit_names)
+        return _tensor_parallel(model, params, units)
     group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
+    partitions = partitions_of({name: each for name, (each, _, _) in params.items()}, tensor_parallel, partition or {})
+    if partitions:
+        ranks = next(iter(partitions.values())).ranks
+        axes = {axis_name(ranks.group, "tp"): ranks.ranks}
+        return _divided(
+            *("tensor parallelism", params, units, None, group, Strategy.NO_SHARD, None),
+            reads_all_at_once=True,
+            axes=None if group is not None else axes,
+            partitions=partitions,
+        )
     if group is None and dist.is_initialized():
         group = replicas or dist.group.WORLD
     buckets = []
-    for (modules, dtype), members in _by_unit(params, [(name,) for name in unit_names]).items():
+    for (modules, dtype), members in _by_unit(params, units).items():
         layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(modules[0], modules, layout, held, places))
@@ -358,34 +447,29 @@ def unsharded(model: nn.Module, unit_names: set[str], replicas: dist.ProcessGrou
     )
 
 
-def _tensor_parallel(model: nn.Module, params: dict[str, Any], unit_names: set[str]) -> Engine:
-    """Tensor parallelism alone, on one device mesh. Axes over which no parameter is sharded are those of replicas."""
+def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> Engine:
+    """Tensor parallelism alone. Ranks along axes over which no parameter is sharded are replicas."""
     if module_tree.is_ddp(model):
         raise UnsupportedError(
             "DTensors under DistributedDataParallel are not recorded; use fully_shard over the data-parallel axis"
         )
-    meshes = {param.device_mesh for param, _, _ in params.values() if isinstance(param, DTensor)}
-    if len(meshes) > 1:
-        raise UnsupportedError(
-            f"parameters on {len(meshes)} device meshes and no FSDP are not recorded; use one mesh with names"
-        )
-    mesh = meshes.pop()
-    divided = {
-        axis
+    sharded = [
+        (param, param.device_mesh, axis)
         for param, _, _ in params.values()
         if isinstance(param, DTensor)
         for axis, placement in enumerate(param.placements)
         if not isinstance(placement, Replicate)
-    }
-    data = [axis for axis in range(mesh.ndim) if axis not in divided and mesh.size(axis) > 1]
-    if len(data) > 1:
-        raise UnsupportedError(
-            f"no parameter is sharded over the axes {data} of the mesh; one such axis, of replicas, is recorded"
-        )
-    replicas = mesh.get_group(data[0]) if data else None
-    units = [(name,) for name in unit_names]
+    ]
+    divided = {(mesh, axis) for _, mesh, axis in sharded}
+    others = {(mesh, axis) for param, mesh, axis in sharded if param.ndim < _EXPERT_DIMS}
+    meshes = {mesh for _, mesh, _ in sharded}
+    axes = axes_of(meshes, lambda mesh, axis: (mesh, axis) in divided)
+    of_others = axes_of(meshes, lambda mesh, axis: (mesh, axis) in others)
     return _divided(
-        "tensor parallelism", params, units, None, replicas, Strategy.NO_SHARD, None, reads_all_at_once=True
+        *("tensor parallelism", params, units, None, None, Strategy.NO_SHARD, None),
+        reads_all_at_once=True,
+        axes=axes,
+        expert_axes=frozenset(axes.keys() - of_others.keys()),
     )
 
 
@@ -422,10 +506,13 @@ def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[t
     return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
 
 
-def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:
+def _specs(
+    params: dict[str, Any], names: Sequence[str], dtype: str, partitions: Mapping[str, Partition] | None = None
+) -> tuple[ParamSpec, ...]:
+    shapes = {name: tuple(params[name][0].shape) for name in names}
+    shapes |= {name: each.full_shape(params[name][0]) for name, each in (partitions or {}).items() if name in shapes}
     return tuple(
-        ParamSpec(name, tuple(params[name][0].shape), dtype, tuple(params[name][2]), params[name][0].requires_grad)
-        for name in names
+        ParamSpec(name, shapes[name], dtype, tuple(params[name][2]), params[name][0].requires_grad) for name in names
     )
 
 

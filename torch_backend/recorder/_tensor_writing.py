@@ -20,7 +20,7 @@ from crossframe.recording.event_format import (
     UPDATE,
 )
 from torch_backend.compat._dtypes import to_numpy
-from torch_backend.recorder._model_ranks import full
+from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
 from torch_backend.recorder._sketch import sample_of, sketches_of
@@ -40,6 +40,7 @@ class Keeper:
         self._params = {id(held.param) for held in view.held}
         self._specs = writer.manifest.params
         self._modules = {name: module for module, name in view.watched.items()}
+        self._partitions = {held.name: held.partition for held in view.held}
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         """Whether any of an optimizer's parameters belong to the model."""
@@ -68,33 +69,33 @@ class Keeper:
 
     def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
         """Record an unsharded parameter."""
+        value = full(value, self._partitions.get(name))
         self.writer.unsharded(step, unit, {name: self._whole(value)})
 
     def batch(self, step: int, tensors: Sequence[Tensor]) -> None:
         """Record whether the model ranks are given other batches. The later stages of a pipeline are given none."""
         view = self._view
-        if view.model_ranks is None or view.context is not None:
+        if (ranks := view.engine.tensor_ranks) is None:
             return
-        others = view.model_ranks.fed(tensors)
-        if others is not None and (view.pipeline is None or view.pipeline.is_first):
-            self.writer.disagreement(step, FORWARD, "", "", INPUT, others[0], view.model_ranks.axis, others[1])
+        others = ranks.fed(tensors)
+        if others is not None and view.stage == 0:
+            self._disagreement(step, FORWARD, "", "", INPUT, others)
 
     def activation(self, step: int, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
         """Record the input or output of a module, and the operator that computed it."""
         pipeline = self._view.pipeline
-        if pipeline is not None and not module and not pipeline.is_of_model(use):
+        if pipeline is not None and not module and not pipeline.is_of_model(self._view.stage, use):
             return
-        if (ranks := self._view.model_ranks) is not None:
-            context, others = self._view.context, None
-            if context is None:
-                gathered, others = ranks.whole(value, self._modules.get(module), use)
-            else:
-                gathered = context.whole(value)
+        gathered: Tensor | None = value
+        if (ranks := self._view.engine.tensor_ranks) is not None:
+            gathered, others = ranks.whole(value, self._modules.get(module), use)
             if others is not None:
-                self.writer.disagreement(step, FORWARD, "", module, use, others[0], ranks.axis, others[1])
-            if gathered is None:
-                return
-            value = gathered
+                self._disagreement(step, FORWARD, "", module, use, others)
+        if gathered is not None and self._view.context is not None:
+            gathered = self._view.context.whole(gathered)
+        if gathered is None:
+            return
+        value = gathered
         kept = self._kept(value.numel(), [value], 0)[0]
         self.writer.activation(
             step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
@@ -147,8 +148,17 @@ class Keeper:
         """Local gradients by unit; none if model ranks have other ones, which the loop may add up before the optimizer steps."""
         if (ranks := self._view.model_ranks) is None:
             return grads
-        whole = {unit: {name: full(grad) for name, grad in own.items()} for unit, own in grads.items()}
+        whole = {unit: {name: self._full(name, grad) for name, grad in own.items()} for unit, own in grads.items()}
         return whole if ranks.same({name: grad for own in whole.values() for name, grad in own.items()}) else {}
+
+    def _full(self, name: str, grad: Tensor) -> Tensor:
+        """A local gradient. Zeros of a parameter that nothing reached have the full shape."""
+        is_part = tuple(grad.shape) != tuple(self._specs[name].shape)
+        return full(grad, self._partitions.get(name) if is_part else None)
+
+    def _disagreement(self, step: int, phase: str, unit: str, name: str, use: str, others: Others) -> None:
+        difference, ranks, axis = others
+        self.writer.disagreement(step, phase, unit, name, use, difference, axis, ranks)
 
     def _by_unit(self) -> list[tuple[str, list[Held]]]:
         found: dict[str, list[Held]] = {}
@@ -176,9 +186,9 @@ class Keeper:
         """
         if (ranks := self._view.model_ranks) is None:
             return
-        for key, (difference, others) in ranks.disagreements(tensors).items():
+        for key, others in ranks.disagreements(tensors).items():
             phase, use = (key, "") if key in TENSOR_USES else (STATE if key else UPDATE, key)
-            self.writer.disagreement(step, phase, held.unit, held.name, use, difference, ranks.axis, others)
+            self._disagreement(step, phase, held.unit, held.name, use, others)
 
     def _numel(self, held: Held) -> int:
         return self._specs[held.name].numel

@@ -4,6 +4,9 @@ The model is the first module that is called outside of other modules with gradi
 optimizer; the recording begins there. A step ends when every optimizer of the model has stepped, and its loss is the tensor on
 which backward was called. A script with an optimizer of other parameters is rejected; it can use a `Recorder` instead.
 
+Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
+Inside of `context_parallel`, ranks have parts of the same sequences.
+
 With `forward_only` the model is the first module with parameters that is called outside of other modules; each call is a step.
 """
 
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import crossframe.scripts
@@ -30,6 +33,7 @@ from crossframe.scripts import run_script
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
+from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
 _USE_RECORDER = "use torch_backend.recorder.Recorder in the script, which is told the model"
 
@@ -52,6 +56,8 @@ class ScriptRecorder:
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._num_strange_steps = self._num_steps = 0
+        self._sequences: Sequences | None = None
+        self._losses: list[Tensor] = []
         self._knew_jax = "jax" in sys.modules  # not by the script
         self._until_found = ExitStack()
 
@@ -63,6 +69,9 @@ class ScriptRecorder:
                 stack.enter_context(replaced(Optimizer, "__init__", self._noting))
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
             stack.enter_context(self._until_found)
+            if not self._forward_only:
+                stack.enter_context(pipelines(self._schedule, self._losses.extend))
+                stack.enter_context(sequences(self._parts_of_sequences))
             # Calls are looked at only until the model is found: after that they cost nothing.
             self._until_found.enter_context(replaced(nn.Module, "__call__", self._looking))
             yield
@@ -116,16 +125,43 @@ class ScriptRecorder:
 
         return call
 
-    def _consider(self, module: nn.Module) -> None:
-        """Start recording this module if it has all parameters of an optimizer, or any where nothing is trained."""
-        own = {id(param) for param in module.parameters()}
+    def _schedule(self, schedule: Any) -> None:
+        """A schedule is about to run a step: start recording its stages."""
+        if self._recorder is not None:
+            return
+        stages = stages_of(schedule)
+        self._consider(
+            *(stage.submod for stage in stages),
+            pipeline=stages[0].group,
+            stages=[stage.stage_index for stage in stages],
+        )
+        if self._recorder is None:
+            raise UsageError(f"no optimizer has parameters of the stages of the pipeline alone; {_USE_RECORDER}")
+
+    def _parts_of_sequences(self, found: Sequences) -> None:
+        self._sequences = found
+
+    def _consider(self, *modules: nn.Module, **options: Any) -> None:
+        """Start recording modules if they have all parameters of an optimizer, or any where nothing is trained.
+
+        Args:
+            options: of `Recorder`.
+        """
+        own = {id(param) for module in modules for param in module.parameters()}
         held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
         mine = [optimizer for optimizer in held if own >= _params_of(optimizer)]
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
-        only = mine[0] if len(mine) == 1 else None
-        self._recorder = Recorder(self._directory, model=module, optimizer=only, **self._options).__enter__()
+        if self._sequences is not None:
+            options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
+        self._recorder = Recorder(
+            self._directory,
+            model=modules[0] if len(modules) == 1 else modules,
+            optimizer=mine if len(mine) == 1 or options.get("pipeline") else None,
+            **self._options,
+            **options,
+        ).__enter__()
         self._until_found.close()
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
@@ -144,7 +180,9 @@ class ScriptRecorder:
         if self._stepped >= {id(own) for own in self._optimizers}:
             self._stepped.clear()
             self._num_steps += 1
-            self._recorder.step()
+            losses = [loss.detach().clone() for loss in self._losses]
+            self._losses.clear()
+            self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
             if self._num_steps == self._stop_after:
                 raise SystemExit
 

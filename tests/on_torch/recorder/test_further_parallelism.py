@@ -1,0 +1,393 @@
+"""Interleaved stages, some of them divided, weights divided without DTensors, and context next to tensor parallelism."""
+
+from functools import partial
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from crossframe.cli.record import record_script
+from crossframe.errors import UsageError
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+from torch_backend.recorder import Recorder
+
+WIDTH, WORDS, LENGTH, SAMPLES, BLOCKS = 8, 12, 8, 4, 4
+FINE = (Verdict.EQUAL, Verdict.ROUNDING)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over a group in forward, in backward or in both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, there: bool, back: bool) -> Tensor:
+        ctx.group = group if back else None
+        x = x.clone()
+        if there:
+            dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grads[0].clone()
+        if ctx.group is not None:
+            dist.all_reduce(grad, group=ctx.group)
+        return grad, None, None, None
+
+
+def marked(weight: Tensor, group: Any, dim: int, stride: int, mark: bool) -> nn.Parameter:
+    """This rank's part of a weight, with Megatron-LM's attributes if `mark`."""
+    if group is None:
+        return nn.Parameter(weight)
+    runs = weight.detach().chunk(stride, dim)
+    own: Any = nn.Parameter(torch.cat([run.chunk(group.size(), dim)[group.rank()] for run in runs], dim))
+    if mark:
+        own.tensor_model_parallel, own.partition_dim, own.partition_stride = True, dim, stride
+    return own
+
+
+class Up(nn.Module):
+    """Two layers in one, side by side, that a group divides by rows."""
+
+    def __init__(self, group: Any, mark: bool) -> None:
+        super().__init__()
+        self.group, stride = group, 2 if mark else 1
+        self.weight = marked(torch.randn(32, WIDTH), group, 0, stride, mark)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x if self.group is None else Sum.apply(x, self.group, False, True), self.weight)
+
+
+class Down(nn.Module):
+    """A layer that a group divides by columns."""
+
+    def __init__(self, group: Any, mark: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = marked(torch.randn(WIDTH, 16 if mark else 32), group, 1, 1, mark)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.linear(x, self.weight)
+        return x if self.group is None else Sum.apply(x, self.group, True, False)
+
+
+class Gated(nn.Module):
+    """A residual block whose layers a group divides."""
+
+    def __init__(self, group: Any, mark: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.gates = nn.LayerNorm(WIDTH), Up(group, mark), Down(group, mark), mark
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        if self.gates:
+            gate, y = y.chunk(2, -1)
+            y = y * gate.sigmoid()
+        return x + self.down(functional.gelu(y))
+
+
+class Block(nn.Module):
+    """A residual block, after a causal mean over the positions if `mixes`."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.mixes, self.context = mixes, None
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mixes:
+            sums = x.sum(1, keepdim=True)
+            x = x + (sums if self.context is None else Sum.apply(sums, self.context, True, True)) / LENGTH
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tokens to logits, or the part of that which a stage computes."""
+
+    def __init__(self, blocks: dict[str, nn.Module], stage: int = 0, stages: int = 1) -> None:
+        super().__init__()
+        self.embed: Any = nn.Embedding(WORDS, WIDTH)
+        self.norm: Any = nn.LayerNorm(WIDTH)
+        self.head: Any = nn.Linear(WIDTH, WORDS, bias=False)
+        first, last = (len(blocks) * each // stages for each in (stage, stage + 1))
+        self.blocks = nn.ModuleDict({name: block for name, block in blocks.items() if first <= int(name) < last})
+        if stage > 0:
+            self.embed = None
+        if stage < stages - 1:
+            self.norm = self.head = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def made(stage: int = 0, stages: int = 1, *, mixes: bool = False) -> Any:
+    torch.manual_seed(0)
+    return Net({str(i): Block(mixes) for i in range(BLOCKS)}, stage, stages).double()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(model: Any, directory: str, *, microbatches: int = 1, group: Any = None, **options: Any) -> None:
+    """Train a model, or the stages of `schedule`.
+
+    Args:
+        group: over which gradients are averaged, and positions are divided.
+    """
+    schedule, after = options.pop("schedule", None), options.pop("after", None)
+    parts = model if isinstance(model, list) else [model]
+    optimizer = torch.optim.AdamW([param for part in parts for param in part.parameters()], 1e-2, foreach=False)
+    options = {"name": "net", "every": 1, "dense": 1, "units": (Block, Gated)} | options
+    with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
+        for step in range(2):
+            samples = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+            tokens, targets = samples[:, :-1], samples[:, 1:]
+            losses: list[Tensor] = []
+            if schedule is not None:
+                is_last = options["pipeline"].rank() == options["pipeline"].size() - 1
+                arguments = (tokens,) if options["pipeline"].rank() == 0 else ()
+                schedule.step(*arguments, target=targets if is_last else None, losses=losses if is_last else None)
+                loss = torch.stack(losses).detach().mean() if losses else None
+            else:
+                if group is not None:
+                    tokens, targets = (each.chunk(group.size(), 1)[group.rank()] for each in (tokens, targets))
+                for x, y in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
+                    losses.append(loss_of(model(x), y))
+                    (losses[-1] / microbatches).backward()
+                loss = torch.stack(losses).detach().mean()
+            for part in parts:
+                for param in part.parameters() if group is not None else ():
+                    grad = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
+                    dist.all_reduce(grad, group=group)
+                    grad.div_(group.size())
+            if after is not None:
+                after()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss=loss)
+
+
+def alone(rank: int, world_size: int, directory: str, *, mixes: bool = False, microbatches: int = 1) -> None:
+    train(made(mixes=mixes), directory, microbatches=microbatches)
+
+
+def interleaved(rank: int, world_size: int, directory: str, *, damped: bool = False) -> None:
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
+    parts = [made(number, BLOCKS) for number in (rank, rank + 2)]
+    if damped and rank == 0:
+        parts[1].blocks["2"].register_forward_hook(lambda module, args, output: output * 0.999)
+    stages: list[Any] = [
+        PipelineStage(part, number, BLOCKS, torch.device("cpu"), group=group)
+        for part, number in zip(parts, (rank, rank + 2), strict=True)
+    ]
+    train(parts, directory, pipeline=group, schedule=ScheduleInterleaved1F1B(stages, SAMPLES, loss_fn=loss_of))
+
+
+def test_interleaved_stages_are_recorded_as_one_device_is(ranks, tmp_path):
+    directories = [str(tmp_path / name) for name in ("one", "right", "wrong")]
+    ranks.run(1, partial(alone, microbatches=SAMPLES), directories[0])
+    ranks.run(2, interleaved, directories[1])
+    ranks.run(2, partial(interleaved, damped=True), directories[2])
+    one, right, wrong = map(Recording.open, directories)
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert set(right.manifest.params) == set(one.manifest.params)
+    assert set(right.activations(0)) == set(one.activations(0))
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.module == "blocks.2"
+
+
+def tied(rank: int, world_size: int, directory: str, *, sums: bool = True) -> None:
+    """The head is the embedding; each of two stages has a copy of it."""
+    parts = [made(stage, 2) for stage in range(2)] if world_size > 1 else [made()]
+    if world_size == 1:
+        parts[0].head.weight = parts[0].embed.weight
+        return train(parts[0], directory, microbatches=SAMPLES)
+    parts[1].head.weight.data.copy_(parts[0].embed.weight.data)
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
+    weight = parts[1].head.weight if rank else parts[0].embed.weight
+    stage = PipelineStage(parts[rank], rank, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, SAMPLES, loss_fn=loss_of)
+    after = (lambda: dist.all_reduce(weight.grad)) if sums else None
+    return train(parts[rank], directory, pipeline=group, schedule=schedule, after=after)
+
+
+def test_tied_weights_of_two_stages_are_recorded_once_and_compared(ranks, tmp_path):
+    ranks.run(1, tied, str(tmp_path / "one"))
+    ranks.run(2, tied, str(tmp_path / "right"))
+    ranks.run(2, partial(tied, sums=False), str(tmp_path / "wrong"))
+    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert set(right.manifest.params) == set(one.manifest.params)
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and "mesh axis 'pp', rank 1 differ" in found.reason, found
+
+
+def wrong_stages(rank: int, world_size: int, directory: str) -> str:
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
+    with pytest.raises(UsageError) as raised:
+        Recorder(directory, model=[made(rank, 2)], pipeline=group, stages=[1])
+    return str(raised.value)
+
+
+def test_numbers_of_stages_that_do_not_fit_raise(ranks, tmp_path):
+    assert all("stages" in each for each in ranks.run(2, wrong_stages, str(tmp_path)))
+
+
+def some_stages_divided(rank: int, world_size: int, directory: str, *, divided: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    part = made(stage, 2)
+    if stage == divided:
+        for block in part.blocks.values():
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    one = PipelineStage(part, stage, 2, torch.device("cpu"), group=group)
+    train(part, directory, pipeline=group, schedule=Schedule1F1B(one, SAMPLES, loss_fn=loss_of))
+
+
+@pytest.mark.parametrize("divided", [0, 1])
+def test_stages_of_which_one_is_divided_are_recorded_as_one_device_is(ranks, tmp_path, divided):
+    ranks.run(1, partial(alone, microbatches=SAMPLES), str(tmp_path / "one"))
+    ranks.run(4, partial(some_stages_divided, divided=divided), str(tmp_path / "stages"))
+    one, stages = Recording.open(tmp_path / "one"), Recording.open(tmp_path / "stages")
+    assert compare(one, stages).verdict in FINE, compare(one, stages)
+    assert stages.manifest.mesh.world_size == 1
+
+
+def gated(rank: int, world_size: int, directory: str, *, mark: bool, states: bool = True, skips: bool = False) -> None:
+    group = None if world_size == 1 else init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)).get_group()
+    torch.manual_seed(0)
+    model: Any = Net({str(i): Gated(group, mark) for i in range(2)}).double()
+    options: dict[str, Any] = {}
+    if group is not None:
+        options["tensor_parallel"] = group if states else None
+        options["partition"] = {} if mark else {"*.up.weight": 0, "*.down.weight": 1}
+    if skips and rank == 1:
+        options["after"] = lambda: model.blocks["1"].norm.weight.grad.mul_(1.25)
+    train(model, directory, **options)
+
+
+@pytest.mark.parametrize("mark", [True, False], ids=["attributes", "stated"])
+def test_weights_divided_without_dtensors_are_recorded_in_full(ranks, tmp_path, mark):
+    for name, num_ranks, skips in (("one", 1, False), ("right", 2, False), ("wrong", 2, True)):
+        ranks.run(num_ranks, partial(gated, mark=mark, skips=skips), str(tmp_path / name))
+    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert {name: spec.shape for name, spec in right.manifest.params.items()} == {
+        name: spec.shape for name, spec in one.manifest.params.items()
+    }
+    assert set(right.activations(0)) == set(one.activations(0))
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and "mesh axis 'tp', rank 1 differ" in found.reason, found
+
+
+def without_group(rank: int, world_size: int, directory: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        gated(rank, world_size, directory, mark=True, states=False)
+    return str(raised.value)
+
+
+def test_divided_weights_without_a_group_raise(ranks, tmp_path):
+    assert all("tensor_parallel=" in each for each in ranks.run(2, without_group, str(tmp_path)))
+
+
+def two_axes(rank: int, world_size: int, directory: str, *, skips: str = "") -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model, group = made(mixes=True), mesh["cp"].get_group()
+    for block in model.blocks.values():
+        block.context = group
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    options: dict[str, Any] = {}
+    if skips and mesh[skips].get_local_rank():
+        options["after"] = lambda: model.norm.weight.grad.mul_(1.25)
+    train(model, directory, group=group, context=group, **options)
+
+
+@pytest.mark.parametrize(("axis", "others"), [("cp", "2, 3"), ("tp", "1, 3")])
+def test_context_next_to_tensor_parallelism_names_the_axis(ranks, tmp_path, axis, others):
+    ranks.run(1, partial(alone, mixes=True), str(tmp_path / "one"))
+    ranks.run(4, two_axes, str(tmp_path / "right"))
+    ranks.run(4, partial(two_axes, skips=axis), str(tmp_path / "wrong"))
+    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert set(right.activations(0)) == set(one.activations(0))
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and f"mesh axis {axis!r}, ranks {others} differ" in found.reason, found
+
+
+SCRIPT = """
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.tensor.experimental import context_parallel
+from tests.on_torch.recorder.test_further_parallelism import BLOCKS, LENGTH, SAMPLES, WORDS, loss_of, made
+
+kind, microbatches = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+rank, parts = 0, [made(mixes=microbatches == 1)]
+if kind != "one":
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+if kind == "stages":
+    numbers = rank, rank + 2
+    parts = [made(number, BLOCKS) for number in numbers]
+    of = lambda part, number: PipelineStage(part, number, BLOCKS, torch.device("cpu"), group=group)
+    schedule = ScheduleInterleaved1F1B([*map(of, parts, numbers)], SAMPLES, loss_fn=loss_of)
+elif kind == "context":
+    for block in parts[0].blocks.values():
+        block.context = group
+optimizers = [torch.optim.AdamW(part.parameters(), 1e-2, foreach=False) for part in parts]
+for step in range(2):
+    samples = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    x, y = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    if kind == "stages":
+        schedule.step(*([] if rank else [x]), target=y if rank else None)
+    elif kind == "context":
+        with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1]):
+            loss_of(parts[0](x), y).backward()
+        for param in parts[0].parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(2)
+    else:
+        for own, targets in zip(x.chunk(microbatches), y.chunk(microbatches)):
+            (loss_of(parts[0](own), targets) / microbatches).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+if kind != "one":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("kind", "microbatches"), [("stages", SAMPLES), ("context", 1)])
+def test_unchanged_scripts_with_stages_or_parts_of_sequences_are_recorded(tmp_path, kind, microbatches):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    options = {"every": 1, "dense": 1, "perturbed_runs": 0, "windows": (), "overwrite": False}
+    for name, ranks in (("one", None), (kind, 2)):
+        given = options | {"output": tmp_path / name, "nproc_per_node": ranks}
+        console = Console(file=StringIO())
+        record_script(path, (name, str(microbatches)), console=console, **given)
+    one, divided = Recording.open(tmp_path / "one"), Recording.open(tmp_path / kind)
+    assert compare(one, divided).verdict in FINE, compare(one, divided)
+    assert divided.manifest.mesh.world_size == 1
+    assert set(divided.activations(0)) == set(one.activations(0))
