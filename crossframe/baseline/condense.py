@@ -96,7 +96,7 @@ def _check_repeats(recording: Recording, perturbed: Recording, number: int) -> N
     for name, spec in recording.manifest.params.items():
         if not spec.numel or not recording.has(PARAMETERS, 0, name) or not perturbed.has(PARAMETERS, 0, name):
             continue
-        own, other = (assemble(each, PARAMETERS, 0, name).sketched(name) for each in (recording, perturbed))
+        own, other = (assemble(each, PARAMETERS, 0, name).sketched() for each in (recording, perturbed))
         if own.distance(other) > 4 * unit_roundoff(spec.dtype) * own.norm:
             raise UsageError(f"{ends}: begins with other values of {name!r}; {again}")
 
