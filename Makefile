@@ -36,6 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 parity: $(INSTALLED)
 	$(BIN)/python -m experiments parity gpt --world-size $(WORLD_SIZE)
+	$(BIN)/python -m experiments goldens --parity
 
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)

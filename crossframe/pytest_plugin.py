@@ -38,7 +38,7 @@ def training(request: pytest.FixtureRequest, tmp_path: Path) -> Training:
     def tell(text: str) -> None:
         request.node.user_properties.append((_WRITTEN, text))
 
-    updates = request.config.getoption(_OPTION)
+    updates = bool(request.config.getoption(_OPTION))
     return Training(request.path.parent, tmp_path, updates, of=request.node.nodeid, tell=tell)
 
 

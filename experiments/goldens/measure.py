@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,8 @@ from crossframe.recording import Recording, Schedule
 from crossframe.verdict import PairVerdict, compare
 from experiments.faults.catalogue import FAULTS, Fault
 from experiments.faults.judging import place_of
-from experiments.faults.run import Recorders, References, settings_of
+from experiments.faults.run import Recorders, settings_of
+from experiments.parity.settings import RunSettings
 
 DTYPE = "float32"
 OTHER_PACKAGES = "CROSSFRAME_OTHER_PACKAGES"
@@ -52,40 +53,41 @@ class Checked:
     seconds: float
 
 
-def measure_faults(num: int | None, output: Path, console: Console) -> None:
-    """Check faults against goldens of clean runs in the other framework, in an order drawn once.
+def measure_faults(num: int | None, framework: str | None, output: Path, console: Console) -> None:
+    """Check faults against goldens of clean runs in the same framework, in an order drawn once.
 
     Args:
         num: only the first so many in this order; None: all.
+        framework: only faults of this framework; None: all.
         output: JSON file, rewritten after each fault.
     """
-    chosen = [fault for fault in FAULTS.values() if DTYPE in fault.dtypes]
+    chosen = [each for each in FAULTS.values() if DTYPE in each.dtypes and framework in (None, each.frameworks[0])]
     random.Random(0).shuffle(chosen)
     # As few processes as possible are started.
     chosen = sorted(chosen[:num], key=lambda each: (settings_of(each, DTYPE).world_size, each.frameworks[0]))
     done: list[Checked] = []
     with tempfile.TemporaryDirectory() as temporary, Recorders(DTYPE) as recorders:
-        references = References(recorders, Path(temporary), DTYPE)
-        references.perturbed_runs = PERTURBED_RUNS
-        goldens: dict[Path, Recording] = {}
+        goldens: dict[tuple[str, RunSettings], Recording] = {}
         for fault in chosen:
-            done.append(_fault(fault, recorders, references, goldens, Path(temporary, fault.name)))
+            done.append(_fault(fault, recorders, goldens, Path(temporary, fault.name)))
             _tell(done, output, console)
 
 
 def _fault(
-    fault: Fault, recorders: Recorders, references: References, goldens: dict[Path, Recording], path: Path
+    fault: Fault, recorders: Recorders, goldens: dict[tuple[str, RunSettings], Recording], path: Path
 ) -> Checked:
     began, golden = time.monotonic(), None
     try:
-        reference = references.of(fault, DTYPE)
-        at = reference.directory
-        if at not in goldens:
-            made = condense(reference, reference.perturbed_runs(), most_bytes=1000 * MAX_KB)
-            made.write(at.with_suffix(".golden"))
-            goldens[at] = Recording.open(at.with_suffix(".golden"))
-        golden = goldens[at]
-        recorders.record(fault.frameworks[0], settings_of(fault, DTYPE), path)
+        framework, settings = fault.frameworks[0], settings_of(fault, DTYPE)
+        clean = replace(settings, fault="", resume_at=None)
+        if (framework, clean) not in goldens:
+            at = path.with_name(f"clean-{len(goldens)}")
+            recorders.record(framework, clean, at, PERTURBED_RUNS)
+            run = Recording.open(at)
+            condense(run, run.perturbed_runs(), most_bytes=1000 * MAX_KB).write(at.with_suffix(".golden"))
+            goldens[framework, clean] = Recording.open(at.with_suffix(".golden"))
+        golden = goldens[framework, clean]
+        recorders.record(framework, settings, path)
         said = compare(golden, Recording.open(path), bitwise=False)
     except Exception as error:  # one that fails is no reason not to go on with the others
         return _checked(fault.name, fault.answer.verdict, None, golden, f"{type(error).__name__}: {error}", began)

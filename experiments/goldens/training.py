@@ -206,8 +206,8 @@ def train(change: Change) -> None:
     rank = dist.get_rank() if change.world_size > 1 else 0
     torch.manual_seed(0)
     model = wrapped(Model(change), change)
-    kernel = {"foreach": change.optimizer == "foreach", "fused": change.optimizer == "fused"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kernel)
+    foreach, fused = change.optimizer == "foreach", change.optimizer == "fused"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach, fused=fused)
     parts = int(change.sums[-1]) if change.sums.startswith("accumulate") else 1
     for step in range(STEPS):
         tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
