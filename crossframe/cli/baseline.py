@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from crossframe.baseline import condense
-from crossframe.cli.checks import check_perturbed_runs, check_size
 from crossframe.cli.compare import answer
 from crossframe.cli.exit_status import AGREE
 from crossframe.cli.machine_output import MachineOutput
+from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.quoting import quote_path

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.check import Check, check_configurations, check_ranks_of, check_recordings
-from crossframe.cli.checks import check_size
 from crossframe.cli.exit_status import AGREE, FOUND, UNSETTLED
+from crossframe.cli.option_values import check_size
 from crossframe.cli.record import MAX_PROCESSES, MAX_STEPS, framework_of, script_command
 from crossframe.environment import Effect
 from crossframe.environment.configuration import SUFFIXES

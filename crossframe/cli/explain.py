@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.cli.checks import put, write_svg
+from crossframe.cli.option_values import put, write_svg
 from crossframe.cli.record import script_command
 from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.cli.checks import put, refused, width_of, write_svg
+from crossframe.cli.option_values import put, refused, width_of, write_svg
 from crossframe.cli.parallel import ParallelOptions
 from crossframe.draw import layout_svg, layout_text
 from crossframe.draw.amounts import ROOT, bytes_text, percent_text, ranks_text

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossframe.cli.checks import choice
+from crossframe.cli.option_values import choice
 from crossframe.errors import UsageError
 from crossframe.mesh import EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, MeshSpec, ParallelMesh
 from crossframe.parallel import ParallelModel, Style

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.api import Api
-from crossframe.cli.checks import choice, put, refused, width_of, write_svg
+from crossframe.cli.option_values import choice, put, refused, width_of, write_svg
 from crossframe.cli.parallel import ParallelOptions
 from crossframe.cost import Cost, Hardware, step_cost
 from crossframe.draw import events_text, plan_svg, plan_text

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.cli.checks import check_perturbed_runs, check_size
+from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run

@@ -1,4 +1,4 @@
-"""Finds the first NaN or infinity in a run.
+"""Finds the first NaN or infinity in a run, and tells steps that a loss scaler skipped from others.
 
 An infinity without effect is not a fault: attention masks contain -inf. The first value that is not finite is therefore a finding
 only if a loss, a gradient, optimizer state or a parameter of the same step is not finite either. A step whose gradients are not

@@ -1,4 +1,4 @@
-"""Describes the program that ran, in the manifest, so that a comparison can tell whether two recordings are of the same program.
+"""Describes the program that ran and digests its environment, so that a comparison recognizes a repetition of the same program.
 
 A deterministic program that runs twice computes the same bits. The description states everything that may change bits without a
 change of the computation: the device, the processor, the number of threads, flags of the framework, and whether the step is

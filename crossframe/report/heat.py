@@ -1,4 +1,4 @@
-"""The map of units and steps as inline SVG, whose columns scale with the width."""
+"""The heat map of units and steps in a report, as inline SVG whose columns scale with the width; report.css has its colors."""
 
 from html import escape
 from itertools import takewhile

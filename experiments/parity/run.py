@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.cli.checks import check_perturbed_runs
+from crossframe.cli.option_values import check_perturbed_runs
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from crossframe.cli.checks import MAX_PERTURBED_RUNS, check_perturbed_runs, check_size
+from crossframe.cli.option_values import MAX_PERTURBED_RUNS, check_perturbed_runs, check_size
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy

@@ -1,4 +1,4 @@
-"""GradStore: reduces one rank's unsharded gradients to its sharded mean gradient."""
+"""GradStore: reduces unsharded gradients to the sharded mean: a reduce-scatter or a hook, then an all-reduce over replicas."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
