@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from crossframe.operators import Request
 from crossframe.recording import Recording
+from crossframe.recording.event_format import FORWARD
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
@@ -155,6 +157,14 @@ def test_more_values_of_steps_in_a_scan_than_fit_are_refused(run, capsys, monkey
     assert "3 steps run inside one call" in errors and "recorder.step(params=params" in errors
 
 
+def test_operators_of_a_step_inside_of_a_scan_cannot_be_told_apart(tmp_path, run, capsys, monkeypatch):
+    request = Request(str(tmp_path), 1, 0, FORWARD, "")
+    for name, value in request.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert run(IN_A_SCAN)[0] == NOT_RECORDED
+    assert "step 1 runs inside a jax.lax.scan over 3 steps" in capsys.readouterr().err
+
+
 def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
     status, variables = run(EVALUATED)
     assert status == 0
@@ -195,7 +205,12 @@ def test_a_fault_in_a_script_is_found_where_it_begins(tmp_path, run, text):
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(TWO_CALLS, id="two calls"), pytest.param(MAPPED, id="one call", marks=pytest.mark.exhaustive)]
+    "text",
+    [
+        pytest.param(TWO_CALLS, id="two calls"),
+        pytest.param(MAPPED, id="one call", marks=pytest.mark.exhaustive),
+        pytest.param(IN_A_SCAN, id="a scan"),
+    ],
 )
 def test_a_perturbed_run_begins_one_unit_away_and_rounds_otherwise(tmp_path, run, text):
     for number in range(2):
