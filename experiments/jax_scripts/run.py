@@ -259,14 +259,14 @@ def _judged(edit: Edit, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A row for each case: expected, first answer, answer; and what is not as expected."""
+    """A row for each case: expected, first answer, answer (without one, it was run once); and what is not as expected."""
     lines = ["| case | expected | first answer | answer |", "|---|---|---|---|"]
     notes = []
     for row in rows:
-        cells = [row["case"], row["expected"], _cell(row["first"]), _cell(row)]
+        cells = [row["case"], row["expected"], _cell(row["first"]), _cell(row) if "answer" in row else ""]
         lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
         for when, each in (("first answer", row["first"]), ("answer", row)):
-            if not each["right"]:
+            if not each.get("right", True):
                 notes.append(f"- {row['case']}, {when}: {'; '.join(each['wrong'])}. {each['message']}".rstrip())
     return "\n".join([*lines, "", *notes]) + "\n"
 

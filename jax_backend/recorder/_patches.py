@@ -391,6 +391,8 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
         return carry, (y, pack(inner.taps, (), inner))
 
     carry, (ys, packed) = _scan(body, init, xs, length, *args, **options)
+    if options.get("reverse", args[0] if args else False):
+        packed = dataclasses.replace(packed, arrays=[jnp.flip(each, 0) for each in packed.arrays])
     leaves = jax.tree.leaves(xs)
     collector.add(of_scan(packed, leaves[0].shape[0] if leaves else length or 0, init, collector.inputs))
     return carry, ys

@@ -352,8 +352,8 @@ def train(key):
         carry, losses = jax.lax.scan(step, (*jax.lax.optimization_barrier(state[:2]),), jnp.arange(3))
         return *carry, jnp.append(state[2], losses)[3:]
     state = jax.lax.fori_loop(0, 2, epoch, (start, tx.init(start), jnp.zeros(6)))
-    (params, _), last = jax.lax.scan(step, state[:2], jnp.array([2, 0]))
-    return start, params, jnp.append(state[2], last)
+    (params, _), last = jax.lax.scan(step, state[:2], jnp.array([2, 0]), reverse=True)
+    return start, params, jnp.append(state[2], last[::-1])
 start, result, losses = train(jax.random.key(0))
 """
 )
