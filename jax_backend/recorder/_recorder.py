@@ -503,6 +503,7 @@ class Recorder:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
             manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
+        self._writers.state_environment()
         self._open_window()
 
     def _batches(self, batch: Any) -> dict[int, Batch]:

@@ -68,10 +68,6 @@ class Writers:
         self._sketches = manifest.detail == "sketch"
         self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
-        program = dict(manifest.settings.get(PROGRAM) or {})
-        stated = environment_of(compiled=bool(program.get(COMPILED, True))).to_bytes()
-        for writer in self.by_rank.values():
-            writer.environment(stated)
 
     def records(self, step: int) -> bool:
         """Whether tensors of a step are recorded."""
@@ -80,6 +76,13 @@ class Writers:
     def is_dense(self, step: int) -> bool:
         """Whether the interior of a step is recorded."""
         return any(writer.is_dense(step) for writer in self.by_rank.values())
+
+    def state_environment(self) -> None:
+        """Write the environment of this process for each of its ranks."""
+        program = dict(self._manifest.settings.get(PROGRAM) or {})
+        stated = environment_of(compiled=bool(program.get(COMPILED, True))).to_bytes()
+        for writer in self.by_rank.values():
+            writer.environment(stated)
 
     def write(self, step: int, data: StepData) -> None:
         """Write a step and end it; tensors only if the step is recorded."""

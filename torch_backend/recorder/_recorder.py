@@ -447,8 +447,8 @@ class Recorder(Listener):
             else:
                 kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
                 writer = kind(self._path, manifest, view.rank)
+            part.keeper = Keeper(view, writer)  # which closes the writer if the next line fails
             writer.environment(environment_of(part.model, self._optimizers).to_bytes())
-            part.keeper = Keeper(view, writer)
         for keeper in self._keepers:
             keeper.initial()
         self._begin_step()

@@ -142,6 +142,7 @@ def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     for arguments in (["init", "-q"], ["add", "train.py", "c.json"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *arguments], check=True)
     (tmp_path / "c.json").write_text('{"lr": 2}')
+    script.write_text("pass  # changed\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(script), "--config", "c.json", "--lr=3"])
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -150,6 +151,7 @@ def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     assert found["command"] == {"script": "train.py", "--config": "c.json", "--lr": "3"}
     assert found["configuration"] == {"c.json: lr": 2}
     assert {"commit", "file train.py", "changed c.json"} <= found["source"].keys()
+    assert "changed train.py" not in found["source"]  # it ran, so its digest is stated already
     assert found["variables"]["NCCL_ALGO"] == "Ring" and "HOME" not in found["variables"]
     assert found["packages"]["numpy"] and found["machine"]["python"] and found["random"]["numpy"]
     folder = tmp_path / "rank00003"
