@@ -1,7 +1,6 @@
 """Collects the environment of this process: machine, packages, variables, source, command line and generators."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -44,6 +43,8 @@ _VARIABLES = re.compile(
 _OF_LAUNCH = re.compile(
     r"TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|CUDA_.*_PATH|TPU_(WORKER|PROCESS).*|PL_GLOBAL_.*"
 )
+# The folder of the metadata of an installed package: its name and its version.
+_INSTALLED = re.compile(r"(.+?)-([^-]+)\.dist-info")
 _GIT_SECONDS = 5.0
 _MOST_FILES = 512
 _OWN = ("crossframe", "torch_backend", "jax_backend")
@@ -122,11 +123,13 @@ def _machine() -> dict[str, Fact]:
 
 
 def _packages() -> dict[str, Fact]:
+    """The versions of the packages that can be imported, from the names of their metadata folders: their content is long."""
     found: dict[str, Fact] = {}
-    for each in importlib.metadata.distributions():
-        name = each.metadata["Name"] if each.metadata else None
-        if name:
-            found.setdefault(name.lower().replace("_", "-"), each.version)
+    for folder in dict.fromkeys(sys.path):
+        with suppress(OSError):
+            for entry in os.listdir(folder or "."):
+                if match := _INSTALLED.fullmatch(entry):
+                    found.setdefault(re.sub("[-_.]+", "-", match[1]).lower(), match[2])
     return dict(sorted(found.items()))
 
 
