@@ -99,6 +99,7 @@ _OUTPUT = _words(
     ),
 )
 _IN_LOGGER = r"(.*: )?.*\b(wandb|logger|logging|tensorboard|mlflow)\..*"
+_PATH = _words("dir", "directory", "path", "root", "cache", "folder", "file", "files")
 _NUMERIC = _words(
     *(
         "lr",
@@ -215,6 +216,8 @@ TABLE: tuple[Row, ...] = (
     Row(CONFIGURATION, _IN_LOGGER, HARDLY, "it selects outputs"),
     Row(COMMAND, _OUTPUT, HARDLY, "it selects outputs or the number of workers"),
     Row(CONFIGURATION, _OUTPUT, HARDLY, "it selects outputs or the number of workers"),
+    Row(COMMAND, _PATH, POSSIBLY, "another path, whose content may differ"),
+    Row(CONFIGURATION, _PATH, POSSIBLY, "another path, whose content may differ"),
     Row(COMMAND, _NUMERIC, CERTAINLY, "by its name it changes the model, its data or its optimizer"),
     Row(CONFIGURATION, _NUMERIC, CERTAINLY, "by its name it changes the model, its data or its optimizer"),
     Row(SOURCE, r"(file|changed) .*\.py", POSSIBLY, "other code ran"),
