@@ -7,7 +7,7 @@ import numpy as np
 
 from crossframe.check.result import Check
 from crossframe.dtypes import coarser, numpy_dtype
-from crossframe.environment import Difference, Environment, OddRanks, differences, odd_ranks, read_environment
+from crossframe.environment import Difference, Environment, differences, odd_ranks, recorded_environments
 from crossframe.environment.differences import device_of, made, ranked
 from crossframe.environment.facts import MODULES, OPTIMIZER, PARAMETERS, RUN, SECTIONS, VALUES
 from crossframe.environment.recorded import recorded_environment
@@ -56,7 +56,11 @@ def check_recordings(a: Recording, b: Recording, *, param_map: ParamMap | None =
     ]
     if a.manifest.world_size != b.manifest.world_size:
         notes.append("the world sizes differ, so batches were not compared")
-    odd = [(label, each) for label, run in zip(names, (a, b), strict=True) for each in _odd_ranks(run)]
+    odd = [
+        (label, each)
+        for label, run in zip(names, (a, b), strict=True)
+        for each in odd_ranks(recorded_environments(run.directory, run.manifest))
+    ]
     return Check(names, ranked(found), tuple(odd), tuple(notes))
 
 
@@ -67,20 +71,11 @@ def check_ranks_of(directory: Path) -> Check:
         RecordingError: no recording, or a damaged one.
     """
     manifest = Manifest.read(directory)
-    stated = _environments(directory, manifest)
+    stated = recorded_environments(directory, manifest)
     name = directory.resolve().name
     missing = manifest.world_size - len(stated)
     notes = [f"{missing} of {manifest.world_size} ranks state no environment"] if missing else []
     return Check((name, name), (), tuple((name, each) for each in odd_ranks(stated)), tuple(notes))
-
-
-def _environments(directory: Path, manifest: Manifest) -> dict[int, Environment]:
-    stated = {rank: read_environment(directory, rank) for rank in range(manifest.world_size)}
-    return {rank: environment for rank, environment in stated.items() if environment is not None}
-
-
-def _odd_ranks(run: Recording) -> tuple[OddRanks, ...]:
-    return odd_ranks(_environments(run.directory, run.manifest))
 
 
 def _parameters(manifest: Manifest) -> dict[str, str]:

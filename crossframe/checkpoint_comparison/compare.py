@@ -11,7 +11,8 @@ from crossframe.quoting import quote
 from crossframe.verdict.verdicts import Verdict, overall
 
 _KINDS = list(Kind)
-_BY_STEP = frozenset({Kind.BEYOND, Kind.UNRELATED, Kind.ROUNDING})
+# Kinds of differences that one optimizer step may make.
+_OF_AN_UPDATE = frozenset({Kind.BEYOND, Kind.UNRELATED, Kind.ROUNDING})
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class CheckpointVerdict:
 
     Attributes:
         a, b: their names.
-        verdict: the gravest of all differences that no other one explains.
+        verdict: the gravest of all differences.
         reason: what differs first, as a sentence.
         num_tensors: the number of tensors that both have.
         num_equal: the number of these that are equal bit for bit.
@@ -62,10 +63,9 @@ def compare_checkpoints(a: StoredModel, b: StoredModel) -> CheckpointVerdict:
     num_equal = len(shared) - len(found)
     whole = list(_of_models(a, b, labels))
     apart = {each.name: each for each in found}
-    moved = [name for name in apart if ":" not in name and apart[name].kind in _BY_STEP]
+    moved = [name for name in apart if ":" not in name and apart[name].kind in _OF_AN_UPDATE]
     with_state = [name for name in moved if any(each.endswith(f":{name}") for each in shared)]
     state_equal = not any(":" in name for name in apart)
-    explained: set[str] = set()
     if not whole and with_state and state_equal and (update := missing_update(a, b, with_state)) is not None:
         earlier, later = labels[1 - update.later], labels[update.later]
         text = (
@@ -74,15 +74,12 @@ def compare_checkpoints(a: StoredModel, b: StoredModel) -> CheckpointVerdict:
             f"{earlier} has parameters before the optimizer's step and its state after it"
         )
         whole.append(TensorDifference("", Kind.UPDATE, text, VERDICTS[Kind.UPDATE]))
-        explained = set(with_state)
-    elif any(each.kind is Kind.STEP for each in whole):
-        explained = {name for name, each in apart.items() if each.kind in _BY_STEP}
     found.sort(key=lambda each: (_KINDS.index(each.kind), each.name))
-    verdict = overall([*(each.verdict for each in whole), *(x.verdict for x in found if x.name not in explained)])
+    verdict = overall(each.verdict for each in (*whole, *found))
     if not whole and not found:
         verdict = Verdict.EQUAL
     values = list(_of_values(a, b, labels))
-    deciding = next((each for each in (*whole, *found) if each.verdict is verdict and each.name not in explained), None)
+    deciding = next((each for each in (*whole, *found) if each.verdict is verdict), None)
     if deciding is None:
         reason = "; ".join([f"all {len(shared)} tensors are equal in every bit", *(each.text for each in values[:1])])
     else:

@@ -9,7 +9,7 @@ from crossframe.environment.differences import Difference, differences
 from crossframe.environment.effects import Effect
 from crossframe.environment.facts import Environment, Fact, environment_path, read_environment
 from crossframe.environment.ranks import OddRanks, odd_ranks
-from crossframe.environment.recorded import recorded_environment
+from crossframe.environment.recorded import recorded_environment, recorded_environments
 
 __all__ = [
     "Difference",
@@ -24,4 +24,5 @@ __all__ = [
     "odd_ranks",
     "read_environment",
     "recorded_environment",
+    "recorded_environments",
 ]

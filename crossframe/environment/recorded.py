@@ -29,6 +29,16 @@ def recorded_environment(directory: Path, manifest: Manifest, rank: int = 0) -> 
     return Environment({**stated.sections, RUN: run}, stated.is_complete)
 
 
+def recorded_environments(directory: Path, manifest: Manifest) -> dict[int, Environment]:
+    """The environments of all ranks that stated one, by rank.
+
+    Raises:
+        RecordingError: a damaged file.
+    """
+    stated = {rank: read_environment(directory, rank) for rank in range(manifest.world_size)}
+    return {rank: environment for rank, environment in stated.items() if environment is not None}
+
+
 def _versions(manifest: Manifest) -> dict[str, Fact]:
     return {name: str(version) for name, version in manifest.versions.items()}
 

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from crossframe.environment import Difference, Effect, differences, recorded_environment
+from crossframe.environment import (
+    Difference,
+    Effect,
+    OddRanks,
+    differences,
+    odd_ranks,
+    recorded_environment,
+    recorded_environments,
+)
 from crossframe.environment.facts import (
     COMMAND,
     CONFIGURATION,
@@ -31,10 +39,12 @@ class Environments:
 
     Attributes:
         differences: those first that most likely change the numbers.
+        odd_ranks: (name of the run, ranks whose environment differs from that of its other ranks), in the same order.
         explanation: the first of them and why it changes numbers, as a sentence; "" if the numbers are equal or there is none.
     """
 
     differences: tuple[Difference, ...] = ()
+    odd_ranks: tuple[tuple[str, OddRanks], ...] = ()
     explanation: str = ""
 
     def to_json(self) -> dict:
@@ -42,6 +52,7 @@ class Environments:
         return {
             "explanation": self.explanation or None,
             "differences": [each.to_json() for each in self.differences[:_MOST_IN_JSON]],
+            "odd_ranks": [{"run": name} | odd.to_json() for name, odd in self.odd_ranks[:_MOST_IN_JSON]],
         }
 
 
@@ -65,10 +76,22 @@ def environments_of(
     A module with other options explains a difference that begins in it.
     """
     found = differing_environments(a, b)
-    if not found or verdict is Verdict.EQUAL:
-        return Environments(found)
+    odd = tuple(
+        (label, each)
+        for label, run in zip(labels, (a, b), strict=True)
+        for each in odd_ranks(recorded_environments(run.directory, run.manifest))
+        if each.effect is not Effect.HARDLY
+    )
+    if verdict is Verdict.EQUAL or not (found or odd):
+        return Environments(found, odd)
     here = [each for each in found if where is not None and (each.section, each.name) == (MODULES, where.module)]
-    first = here[0] if here else found[0]
-    more = f"; crossframe check lists {len(found) - 1} more" if len(found) > 1 else ""
+    number = len(found) + len(odd)
+    more = f"; crossframe check lists {number - 1} more" if number > 1 else ""
     explains = "explains" if here else "may explain"
-    return Environments(found, f"{first.describe(labels)}, which {explains} this: {first.reason}{more}")
+    if not here and odd and (not found or odd[0][1].effect.order <= found[0].effect.order):
+        label, ranks = odd[0]
+        text, reason = f"in {label} {ranks.describe()}", ranks.difference.reason
+    else:
+        first = here[0] if here else found[0]
+        text, reason = first.describe(labels), first.reason
+    return Environments(found, odd, f"{text}, which {explains} this: {reason}{more}")

@@ -109,6 +109,20 @@ def test_compare_states_the_environment_that_may_explain(pair):
     assert verdict.to_json()["environment"]["differences"][0]["name"] == "torch"
 
 
+def test_compare_states_the_rank_that_may_explain(pair):
+    record(
+        pair[1].parent / "c",
+        tamper=only("reduce", next(iter(Recording.open(pair[0]).manifest.params)), lambda x: x * 2),
+    )
+    for rank in (0, 1):
+        state(pair[1].parent / "c", rank, packages={"torch": "2.11.0"} if rank else {})
+    verdict = compare(*map(Recording.open, (pair[0], pair[1].parent / "c")))
+    assert verdict.environments.explanation == (
+        "in c the version of torch on rank 1 is 2.11.0, on rank 0 2.13.0, which may explain this: another version has other "
+        "kernels and defaults"
+    )
+
+
 def test_configuration_files_are_compared_key_by_key(tmp_path):
     (tmp_path / "a.json").write_text('{"optimizer": {"lr": 0.1}, "log": {"path": "x"}}')
     (tmp_path / "b.toml").write_text('[optimizer]\nlr = 0.2\n[log]\npath = "y"\n')

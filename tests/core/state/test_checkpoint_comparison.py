@@ -37,6 +37,13 @@ def test_a_missing_update_states_its_learning_rate_and_its_side():
     assert "parameters of b are those of a after" in compare_checkpoints(b, a).reason
 
 
+def test_an_update_is_missing_only_beside_equal_optimizer_states():
+    a, b = next(case for case in CHECKPOINTS if case.kind == "update").make(np.random.default_rng(0))
+    state = {**b["state"], "exp_avg:a.bias": b["state"]["exp_avg:a.bias"] * np.float32(2)}
+    found = compare_checkpoints(stored("a", a), stored("b", {**b, "state": state}))
+    assert Kind.UPDATE not in [each.kind for each in found.differences]
+
+
 def test_a_random_difference_is_no_missing_update():
     rng = np.random.default_rng(0)
     made = next(case for case in CHECKPOINTS if case.kind == "update").make(rng)[0]
