@@ -56,11 +56,22 @@ class Evaluation(ABC):
 
 
 def transformed(fun: Callable, evaluation: Callable[[Jaxpr], Evaluation]) -> Callable:
-    """A function of pytrees of arrays, whose jaxpr is evaluated by `evaluation` instead of by JAX."""
+    """A function of pytrees of arrays, whose jaxpr is evaluated by `evaluation` instead of by JAX.
+
+    Leaves without a dtype, such as Python's numbers, are the same to the function as without this: no tracers.
+    """
 
     def run(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        found = evaluation(closed.jaxpr).run(closed.consts, jax.tree.leaves(args))
+        leaves, structure = jax.tree.flatten(args)
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+        def of_arrays(*arrays: Any) -> Any:
+            given = dict(zip(places, arrays, strict=True))
+            return fun(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        arrays = [leaves[i] for i in places]
+        closed, shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        found = evaluation(closed.jaxpr).run(closed.consts, arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return run

@@ -125,3 +125,13 @@ def test_what_ranks_do_each_for_themselves_rounds_otherwise_too():
     assert not (found[0] == right[0]).all() and (found[1] == right[1]).all()
     np.testing.assert_allclose(found[0], right[0], rtol=bounds_for("float32").loss)
     assert not (found[0] == jax.jit(other_rounding(fun, 4))(x)[0]).all()
+
+
+def test_numbers_of_python_stay_numbers():
+    def pooled(x, least):
+        """Differentiable only if the initial value is a number, as in equinox's MaxPool2d."""
+        return jnp.sum(jax.lax.reduce_window(x, least, jax.lax.max, (2,), (2,), "VALID"))
+
+    found = jax.jit(lambda x: jax.grad(other_rounding(pooled, 0))(x, -jnp.inf))(jnp.arange(4.0))
+    # The sum is moved by one neighbour at most, and its cotangent by as much.
+    np.testing.assert_allclose(found, [0, 1, 0, 1], rtol=2 * jnp.finfo(found.dtype).eps)
