@@ -136,7 +136,7 @@ def run_clients(only: Sequence[str], *, cache: Path, output: Path | None, consol
         rows = [known[name] for name in sorted(known)]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(rows, indent=1) + "\n")
-        target.with_suffix(".md").write_text(table_of(rows))
+        target.with_suffix(".md").write_text(f"{summary_of(rows)}\n{table_of(rows)}")
     console.print(table_of([known[client.name] for client in clients]), markup=False)
     return int(failed)
 
@@ -246,6 +246,36 @@ def with_first_answers(found: Mapping[str, Any], known: Mapping[str, Any] | None
     """
     first = {each["case"]: each["first"] for each in known["cases"]} if known else {}
     return {**found, "cases": [{**each, "first": first.get(each["case"], each)} for each in found["cases"]]}
+
+
+def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each client: its correct pairs, those with torch_backend's FSDP on one side, and its mistake."""
+    lines = [
+        "| client | correct pairs | right | equal in every bit | of those with `crossframe` | called a bug | mistake |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        pairs = [case for case in row["cases"] if "located" not in case]
+        ours = [case for case in pairs if "crossframe" in case["case"]]
+        cells = [
+            row["release"],
+            str(len(pairs)),
+            str(sum(case["right"] for case in pairs)),
+            _num_equal(pairs),
+            f"{_num_equal(ours)} of {len(ours)}" if ours else "",
+            str(sum(case["false_alarm"] for case in pairs)),
+            ", ".join(_found(case) for case in row["cases"] if "located" in case),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _num_equal(cases: Iterable[Mapping[str, Any]]) -> str:
+    return str(sum(case["said"]["verdict"] == "equal" for case in cases))
+
+
+def _found(case: Mapping[str, Any]) -> str:
+    return " and ".join(what for what in ("found", "located") if case[what]) or "not found"
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.verdict.diagnosis import SIGNATURES
-from experiments.clients.run import clients_of, table_of, with_first_answers
+from experiments.clients.run import clients_of, summary_of, table_of, with_first_answers
 from experiments.untouched.cases import UNNAMED
 
 VERDICTS = {"equal", "rounding", "different computation", "incomparable", "inconclusive", "bug"}
@@ -60,3 +60,16 @@ def test_the_first_answer_is_kept_next_to_later_ones():
     assert row in table_of([third])
     assert "| rounding | bug | rounding, parameters differ by 2e-08 | yes |" in table_of([second])
     assert "why" not in table_of([third])
+
+
+def test_a_summary_counts_pairs_and_the_mistake():
+    def case(text, verdict, **more):
+        return {"case": text, "said": {"verdict": verdict}, "right": verdict != "bug", **more}
+
+    cases = [
+        case("`--fsdp torch` on 2, `--fsdp crossframe` on 2", "equal", false_alarm=False),
+        case("`--fsdp torch` on 2, `--fsdp none` on 2", "equal", false_alarm=False),
+        case("`--fsdp crossframe` on 2, `--fsdp none` on 1", "bug", false_alarm=True),
+        case("a mistake", "bug", found=True, located=False),
+    ]
+    assert "| one 1.0 | 3 | 2 | 2 | 1 of 2 | 1 | found |" in summary_of([{"release": "one 1.0", "cases": cases}])
