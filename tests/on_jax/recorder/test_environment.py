@@ -36,7 +36,7 @@ def test_the_configuration_of_jax_is_stated(tmp_path, monkeypatch):
     record(EAGER, tmp_path / "a", monkeypatch)
     found = read_environment(tmp_path / "a", 0)
     assert found is not None
-    assert found["framework"]["jax_enable_x64"] is jax.config.jax_enable_x64
+    assert found["framework"]["jax_enable_x64"] is jax.config.read("jax_enable_x64")
     assert found["framework"]["compiled"] is False and found["packages"]["jax"] == jax.__version__
 
 

@@ -4,9 +4,9 @@ import json
 import warnings
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from typer.testing import CliRunner
 
 from crossframe.checkpoint_comparison import compare_checkpoints, read_unpacked
@@ -17,7 +17,9 @@ from torch_backend.state.unpack_checkpoint import unpack
 def save(path, model_state, optimizer_state):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save({"model": model_state, "optimizer": optimizer_state, "epoch": 3}, checkpoint_id=path, no_dist=True)
+        save_distributed(
+            {"model": model_state, "optimizer": optimizer_state, "epoch": 3}, checkpoint_id=path, no_dist=True
+        )
 
 
 def opened(path, folder):
