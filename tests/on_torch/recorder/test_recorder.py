@@ -497,3 +497,26 @@ def test_wrappers_are_in_no_name():
     names = [place.name for place in named_modules(model)]  # type: ignore[arg-type]
     assert names[:3] == ["", "", "embed"]
     assert all(place.compiled for place in list(named_modules(model))[1:])  # type: ignore[arg-type]
+
+
+class Swapped(nn.Module):
+    """Registers the second layer before the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def test_gradients_of_a_unit_come_in_the_reverse_order_of_calls(tmp_path):
+    model = nn.Sequential(Swapped(), Swapped())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(tmp_path / "run", model=model, optimizer=optimizer) as recorder:
+        loss = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss=loss)
+    modules = [name.rpartition(".")[0] for name in Recording.open(tmp_path / "run").backward_order]
+    assert list(dict.fromkeys(modules)) == ["1.second", "1.first", "0.second", "0.first"]
