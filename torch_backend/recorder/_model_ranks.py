@@ -105,16 +105,13 @@ class ModelRanks:
         return max(float((each - values[0]).norm()) / norm for each in values), *self._along(hashes)
 
     def _along(self, hashes: Sequence[Any]) -> tuple[list[int], str]:
-        """(ranks whose values differ, the axis): those that differ from the first of their group on an axis, if ranks differ
-        along one axis alone; else those that differ from the first of all."""
+        """(the ranks whose values are not those of the first one, the axes along which ranks differ)."""
         of_rank = dict(zip(self.ranks, hashes, strict=True))
-        along = {
-            axis: [rank for rank, first in firsts.items() if of_rank[rank] != of_rank[first]]
+        differing = sorted(
+            axis
             for axis, firsts in self._firsts.items()
-        }
-        differing = sorted(axis for axis, ranks in along.items() if ranks)
-        if len(differing) == 1:
-            return along[differing[0]], differing[0]
+            if any(of_rank[rank] != of_rank[first] for rank, first in firsts.items())
+        )
         others = [rank for rank in self.ranks if of_rank[rank] != hashes[0]]
         return others, ", ".join(differing or sorted(self._firsts))
 
