@@ -21,6 +21,7 @@ from crossframe.verdict import PairVerdict, compare
 from experiments.faults.catalogue import FAULTS, Fault
 from experiments.faults.judging import place_of
 from experiments.faults.run import Recorders, settings_of
+from experiments.goldens.parity import GOLDEN, SETTINGS
 from experiments.parity.settings import RunSettings
 
 DTYPE = "float32"
@@ -56,6 +57,8 @@ class Checked:
 def measure_faults(num: int | None, framework: str | None, output: Path, console: Console) -> None:
     """Check faults against goldens of clean runs in the same framework, in an order drawn once.
 
+    Faults in the parity run come first, since its golden in torch is there already.
+
     Args:
         num: only the first so many in this order; None: all.
         framework: only faults of this framework; None: all.
@@ -63,8 +66,12 @@ def measure_faults(num: int | None, framework: str | None, output: Path, console
     """
     chosen = [each for each in FAULTS.values() if DTYPE in each.dtypes and framework in (None, each.frameworks[0])]
     random.Random(0).shuffle(chosen)
-    # As few processes as possible are started.
-    chosen = sorted(chosen[:num], key=lambda each: (settings_of(each, DTYPE).world_size, each.frameworks[0]))
+
+    def order(fault: Fault) -> tuple[bool, int, str]:
+        """As few processes as possible are started."""
+        return not _is_parity(_clean(fault)), settings_of(fault, DTYPE).world_size, fault.frameworks[0]
+
+    chosen = sorted(chosen[:num], key=order)
     done: list[Checked] = []
     with tempfile.TemporaryDirectory() as temporary, Recorders(DTYPE) as recorders:
         goldens: dict[tuple[str, RunSettings], Recording] = {}
@@ -73,13 +80,23 @@ def measure_faults(num: int | None, framework: str | None, output: Path, console
             _tell(done, output, console)
 
 
+def _clean(fault: Fault) -> RunSettings:
+    return replace(settings_of(fault, DTYPE), fault="", resume_at=None)
+
+
+def _is_parity(settings: RunSettings) -> bool:
+    return replace(settings, steps=SETTINGS.steps, dense=SETTINGS.dense) == SETTINGS
+
+
 def _fault(
     fault: Fault, recorders: Recorders, goldens: dict[tuple[str, RunSettings], Recording], path: Path
 ) -> Checked:
     began, golden = time.monotonic(), None
     try:
         framework, settings = fault.frameworks[0], settings_of(fault, DTYPE)
-        clean = replace(settings, fault="", resume_at=None)
+        clean = _clean(fault)
+        if _is_parity(clean):
+            goldens[framework, clean] = Recording.open(GOLDEN)
         if (framework, clean) not in goldens:
             at = path.with_name(f"clean-{len(goldens)}")
             recorders.record(framework, clean, at, PERTURBED_RUNS)
