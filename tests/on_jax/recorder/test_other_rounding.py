@@ -134,4 +134,4 @@ def test_numbers_of_python_stay_numbers():
 
     found = jax.jit(lambda x: jax.grad(other_rounding(pooled, 0))(x, -jnp.inf))(jnp.arange(4.0))
     # The sum is moved by one neighbour at most, and its cotangent by as much.
-    np.testing.assert_allclose(found, [0, 1, 0, 1], rtol=2 * jnp.finfo(found.dtype).eps)
+    np.testing.assert_allclose(found, [0, 1, 0, 1], rtol=2 * float(jnp.finfo(found.dtype).eps))
