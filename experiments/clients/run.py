@@ -258,7 +258,7 @@ def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
         pairs = [case for case in row["cases"] if "located" not in case]
         ours = [case for case in pairs if "crossframe" in case["case"]]
         cells = [
-            row["release"],
+            _name(row),
             str(len(pairs)),
             str(sum(case["right"] for case in pairs)),
             _num_equal(pairs),
@@ -268,6 +268,11 @@ def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Several clients may be scripts for one release."""
+    return f"{row['client']}: {row['release']}"
 
 
 def _num_equal(cases: Iterable[Mapping[str, Any]]) -> str:
@@ -288,7 +293,7 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
             expected = case["expected"]
             if first["expected"] != expected:
                 expected += f" (was {first['expected']})"
-            cells = [row["release"], case["case"], expected, _answer(first), _answer(case)]
+            cells = [_name(row), case["case"], expected, _answer(first), _answer(case)]
             lines.append("| " + " | ".join(each.replace("|", "/") for each in [*cells, right]) + " |")
             if "located" in case or not case["right"]:
                 notes.append(f"- {row['client']}, {case['case']}: {_one_line(case['said']['reason'])}")

@@ -53,10 +53,10 @@ def test_the_first_answer_is_kept_next_to_later_ones():
         return {"client": "one", "what": "a trainer", "release": "one 1.0", "cases": [case]}
 
     first = with_first_answers(results("bug", False), None)
-    assert "| one 1.0 | `a` on 2, `b` on 1 | rounding | bug | bug | no |" in table_of([first])
+    assert "| one: one 1.0 | `a` on 2, `b` on 1 | rounding | bug | bug | no |" in table_of([first])
     second = with_first_answers(results("rounding", True), first)
     third = with_first_answers(results("equal", True, "equal"), second)
-    row = "| one 1.0 | `a` on 2, `b` on 1 | equal (was rounding) | bug | equal, 7 quantities | yes |"
+    row = "| one: one 1.0 | `a` on 2, `b` on 1 | equal (was rounding) | bug | equal, 7 quantities | yes |"
     assert row in table_of([third])
     assert "| rounding | bug | rounding, parameters differ by 2e-08 | yes |" in table_of([second])
     assert "why" not in table_of([third])
@@ -72,4 +72,6 @@ def test_a_summary_counts_pairs_and_the_mistake():
         case("`--fsdp crossframe` on 2, `--fsdp none` on 1", "bug", false_alarm=True),
         case("a mistake", "bug", found=True, located=False),
     ]
-    assert "| one 1.0 | 3 | 2 | 2 | 1 of 2 | 1 | found |" in summary_of([{"release": "one 1.0", "cases": cases}])
+    assert "| one: one 1.0 | 3 | 2 | 2 | 1 of 2 | 1 | found |" in summary_of(
+        [{"client": "one", "release": "one 1.0", "cases": cases}]
+    )
