@@ -214,8 +214,7 @@ class MappedRecording(Recording):
         for each in self.source.disagreements(steps):
             if each.phase == FORWARD:
                 found.append(replace(each, name=modules.get((each.name, each.use), (each.name, ""))[0]))
-            else:
-                name = names[each.name]
+            elif (name := names.get(each.name)) is not None:
                 found.append(replace(each, name=name, unit=self.manifest.unit_of[name]))
         return found
 
@@ -250,13 +249,21 @@ class MappedRecording(Recording):
         return self.source.activation_operator(step, rank, microbatch, *self._given[module, use][0])
 
 
-def mapped(recording: Recording, param_map: ParamMap, like: Manifest, activations: Activations) -> MappedRecording:
+def mapped(
+    recording: Recording,
+    param_map: ParamMap,
+    like: Manifest,
+    activations: Activations,
+    *,
+    without: Collection[str] = (),
+) -> MappedRecording:
     """A view of a recording whose parameters and modules have the names of another recording.
 
     Args:
         param_map: names of the other recording, and as paths the names of this one. Parameters that it lacks keep their names.
         like: manifest of the other recording.
         activations: those that have a counterpart.
+        without: parameters of this recording that the view lacks.
 
     Raises:
         MappingError: the map has paths that the recording lacks, or does not fit their shapes.
@@ -267,7 +274,7 @@ def mapped(recording: Recording, param_map: ParamMap, like: Manifest, activation
             f"{recording.directory}: the map has paths that are no parameters of this recording: {unknown[:4]}; expected names "
             f"such as {list(params)[:4]}"
         )
-    whole = with_identities(param_map, params)
+    whole = with_identities(param_map, (path for path in params if path not in without))
     manifest = replace(
         recording.manifest,
         param_map=whole,
@@ -285,8 +292,9 @@ def with_identities(param_map: ParamMap, paths: Iterable[str]) -> ParamMap:
 
 def _kept(manifest: Manifest, param_map: ParamMap) -> frozenset[str]:
     """The parameters of units whose layout is kept, since only the names of their parameters differ."""
-    units = ([param_map.by_path[param.name] for param in layout.params] for _, layout in manifest.units)
-    return frozenset(entry.name for entries in units if all(map(_is_renaming, entries)) for entry in entries)
+    units = ([param_map.by_path.get(param.name) for param in layout.params] for _, layout in manifest.units)
+    kept = (entries for entries in units if all(entry is not None and _is_renaming(entry) for entry in entries))
+    return frozenset(entry.name for entries in kept for entry in entries if entry is not None)
 
 
 def _is_renaming(entry: MapEntry) -> bool:
@@ -299,8 +307,8 @@ def _units(manifest: Manifest, param_map: ParamMap, like: Manifest) -> Iterable[
     kept = _kept(manifest, param_map)
     found: list[tuple[str, Layout]] = []
     for unit, layout in manifest.units:
-        names = [param_map.by_path[param.name].name for param in layout.params]
-        if kept.issuperset(names):
+        names = [entry.name for param in layout.params if (entry := param_map.by_path.get(param.name)) is not None]
+        if names and kept.issuperset(names):
             units = {_unit_of(name, like) for name in names}
             params = tuple(specs.pop(name) for name in names)
             found.append((units.pop() if len(units) == 1 else unit, layout_from_json(layout.to_json(), params)))

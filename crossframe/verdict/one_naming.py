@@ -15,6 +15,7 @@ from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS
+from crossframe.recording.idle import idle_parameters
 from crossframe.recording.mapped import MappedRecording, Of, mapped, with_identities
 from crossframe.verdict.measure.comparable import labels
 
@@ -96,9 +97,12 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         text: [name for name, each in found.evidence.items() if each == evidence] for evidence, text in _WEAKER.items()
     }
     num, num_all = len(found.param_map.entries) - sum(map(len, by.values())), len(values)
-    lacking = [name for name in values if name not in param_map.by_name]
-    lacking += [path for path in other_values if path not in param_map.by_path]
-    if lacking or 2 * num < num_all:
+    lacking = [
+        [name for name in side if name not in known]
+        for side, known in ((values, param_map.by_name), (other_values, param_map.by_path))
+    ]
+    idle = [idle_parameters(recording, side) for recording, side in zip((first, second), lacking, strict=True)]
+    if any(len(unused) < len(side) for unused, side in zip(idle, lacking, strict=True)) or 2 * num < num_all:
         open_ones = _listed([", ".join((*each.names, *each.paths)) for each in found.undecided])
         raise MappingError(
             f"the parameters have different names, and their values match {num} of {num_all}; undecided are {open_ones}; {_HELP}"
@@ -166,7 +170,7 @@ _GIVEN = "the names are those of {}, by the given map"
 
 
 def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped: bool, note: str) -> OneNaming:
-    """Views in the names of the first recording. Padding, which only one of them has, is left out of both."""
+    """Views in the names of the first recording, without padding and parameters without gradients that only one of them has."""
     padded = [entry for entry in param_map.entries if entry.pads]
     if padded:
         own = ParamMap(tuple(entry.trimming(first.manifest.params[entry.name].shape) for entry in padded))
@@ -174,8 +178,21 @@ def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped
         first = mapped(first, own, first.manifest, same)
         param_map = ParamMap(tuple(entry.unpadded() for entry in param_map.entries))
         note = f"{note}; padding of {_listed([entry.name for entry in padded])} is not compared"
-    param_map = with_identities(param_map, second.manifest.params)
-    view: Recording = mapped(second, param_map, first.manifest, match_activations(first, second, param_map))
+    ours, theirs = first.manifest.params, second.manifest.params
+    idle = [
+        idle_parameters(first, (name for name in ours if name not in param_map.by_name and name not in theirs)),
+        idle_parameters(second, (path for path in theirs if path not in param_map.by_path and path not in ours)),
+    ]
+    if idle[0]:
+        same = {(module, use): ((module, use), None) for module, use in _activations_of(first)}
+        first = mapped(first, ParamMap(()), first.manifest, same, without=idle[0])
+    if any(idle):
+        note = (
+            f"{note}; {_listed([*idle[0], *idle[1]])}, which only one of them has, without a gradient, is not compared"
+        )
+    param_map = with_identities(param_map, (path for path in theirs if path not in idle[1]))
+    activations = match_activations(first, second, param_map)
+    view: Recording = mapped(second, param_map, first.manifest, activations, without=idle[1])
     return OneNaming(view, first, note) if swapped else OneNaming(first, view, note)
 
 

@@ -31,14 +31,17 @@ def translate(
     """Write the recording again.
 
     Args:
-        paths: the other name of each parameter.
+        paths: the other name of each parameter that the other program has.
         params: the other form of a parameter, its gradients and moments.
         modules: the other names of modules whose inputs and outputs are recorded; None: the same.
         activations: the other form of "MODULE.input" and "MODULE.output".
     """
     old = recording.manifest
-    shapes = {name: params(name, np.zeros(spec.shape)).shape for name, spec in old.params.items()}
-    specs = [ParamSpec(paths[name], shapes[name], spec.dtype) for name, spec in old.params.items()]
+    specs = [
+        ParamSpec(paths[name], params(name, np.zeros(spec.shape)).shape, spec.dtype)
+        for name, spec in old.params.items()
+        if name in paths
+    ]
     units = tuple(("", layout) for layout in layouts_by_rows(specs, old.mesh.shard))
     made = replace(
         old, framework=framework, model="other", param_map=identity_map(paths.values()), units=units, detail=detail
@@ -53,7 +56,7 @@ def translate(
 
 
 def _write(recording, writer, step, rank, paths, params, modules, activations):
-    made, names = writer.manifest, recording.manifest.params
+    made, names = writer.manifest, [name for name in recording.manifest.params if name in paths]
     batch = recording.batch(step, rank)
     writer.batch(step, batch.digest, list(batch.sample_ids))
     writer.loss(step, recording.losses()[step, rank])

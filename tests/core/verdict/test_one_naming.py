@@ -8,6 +8,7 @@ import pytest
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording.idle import idle_parameters
 from crossframe.verdict import Verdict, compare, one_naming
 from crossframe.verdict.one_naming import in_one_naming
 from tests.core.helpers import synthetic
@@ -201,3 +202,35 @@ def test_sketches_in_another_order_are_compared_with_elements_alone(tmp_path, la
     with pytest.raises(RecordingError, match="was recorded as a sketch, which depends on the order of its elements"):
         compare(a, b, param_map=MAP)
     assert in_one_naming(a, b, MAP).b.recorded_steps() == ()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("given", [True, False], ids=["map", "values"])
+@pytest.mark.parametrize("num_unused", [2, 1, 0])
+def test_parameters_of_one_recording_are_left_out_if_unused(tmp_path, num_unused, given, world_size):
+    gone = ("bias", "block.k_bias")
+
+    def unused(phase, step, rank, name, array):
+        return array * 0 if phase in ("backward", "reduce") and name in gone[:num_unused] else array
+
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(world_size), tamper=unused)
+    paths = {name: path for name, path in PATHS.items() if name not in gone}
+    b = translate(a, tmp_path / "b", paths, params=transposed, modules=MODULES)
+    param_map = ParamMap(tuple(entry for entry in MAP.entries if entry.name in paths)) if given else None
+    for order in ((a, b), (b, a)):
+        found = compare(*order, param_map=param_map)
+        if num_unused == len(gone):
+            assert found.verdict is Verdict.EQUAL, found.reason
+            assert "bias; block.k_bias, which only one of them has" in found.notes[0]
+            assert {each.name for each in found.judged if each.phase == "backward"} == paths.keys()
+            assert any(each.name == "output of block" for each in found.judged)
+        else:
+            assert found.verdict is Verdict.INCOMPARABLE and "block.k_bias" in found.reason
+
+
+def test_forward_alone_leaves_no_parameter_out(tmp_path):
+    made = replace(synthetic.manifest(1), settings={"forward_only": True})
+    recording = synthetic.record(tmp_path / "a", made, tamper=lambda *args: args[-1] * (args[0] != "reduce"))
+    assert idle_parameters(recording, ["bias"]) == ()
+    trained = synthetic.record(tmp_path / "b", tamper=lambda *args: args[-1] * (args[0] != "reduce"))
+    assert idle_parameters(trained, ["bias"]) == ("bias",)
