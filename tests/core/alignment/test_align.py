@@ -189,3 +189,18 @@ def test_zeros_of_a_square_weight_need_gradients_for_their_order():
     gradient = values(12, 1)
     found = align(first, second, ({"fc.bias": gradient}, {"dense.b": gradient}))
     assert np.array_equal(found.param_map.by_name["fc.bias"].to_canonical(gradient), gradient)
+
+
+@pytest.mark.parametrize("degrees", [(6.6, 9.7), (-4.5, 0.4)], ids=["exchange is as good", "each has its own"])
+def test_similar_gradients_decide_unless_an_exchange_is_better(degrees):
+    def gradients(*angles):
+        return [np.array([np.cos(angle), np.sin(angle)]) for angle in np.radians(angles)]
+
+    values = [np.zeros(2), np.zeros(2)]
+    ours = dict(zip(("query", "key"), gradients(0, -4.9), strict=True))
+    theirs = dict(zip(("first", "second"), gradients(*degrees), strict=True))
+    found = align(
+        dict(zip(ours, values, strict=True)), dict(zip(theirs, values, strict=True)), (ours, theirs), may_differ=True
+    )
+    decided = {name: entry.path for name, entry in found.param_map.by_name.items()}
+    assert decided == ({} if degrees[0] > 0 else {"key": "first", "query": "second"})
