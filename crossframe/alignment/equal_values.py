@@ -129,8 +129,8 @@ def last_of_values(matching: Matching, names: Sequence[str], paths: Sequence[str
 def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
     """Add the parameters whose gradients are more similar to each other than to all others; whether there was one.
 
-    A fault changes gradients less than another parameter does. Gradients of all of them may be similar, such as those of the norms
-    of queries and keys: a pair is not added if an exchange with another pair makes the two pairs together more similar.
+    A fault changes gradients less than another parameter does. Gradients of all of them may be similar, such as those of the
+    norms of queries and keys: a pair is not added if an exchange with another pair makes the two pairs together more similar.
     """
     names = [name for name in names if name not in matching.entries and name in matching.gradients[0]]
     paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
@@ -142,9 +142,7 @@ def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequen
         j = int(apart[i].argmin())
         others = np.append(np.delete(apart[i], j), np.delete(apart[:, j], i))
         exchanged = apart[i][None, :] + apart[:, j][:, None]
-        is_best = bool(
-            (apart[i, j] + apart <= exchanged)[np.arange(len(names)) != i][:, np.arange(len(paths)) != j].all()
-        )
+        is_best = np.delete(np.delete(apart[i, j] + apart <= exchanged, i, 0), j, 1).all()
         if apart[i, j] < FAR and apart[i, j] < FAR * others.min(initial=2.0) and is_best:
             decided |= pair(matching, name, paths[j], SIMILAR)
     return decided
