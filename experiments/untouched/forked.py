@@ -71,7 +71,7 @@ def command(crossframe: Callable[[Sequence[str]], int], arguments: Sequence[str]
     """Run the command `crossframe`; returns its exit status. The processes of `crossframe record` are forks of this one."""
     from crossframe.cli import record
 
-    def run(command: Sequence[str]) -> tuple[int, str]:
+    def run(command: Sequence[str], **_: bool) -> tuple[int, str]:
         function, *given = command[4:]  # of `crossframe.processes.module_command`
         world_size = int(given.pop(0)) if function.endswith(":launch") else 1
         main = function.replace(":launch", ":main")
