@@ -86,6 +86,12 @@ def norm_kinds(shape: Sequence[int], weight: Sequence[int]) -> Iterator[Normed]:
                 yield Normed(text, (2, *(dim + 1 for dim in dims[2:])), True, 1, groups)
 
 
+def _kinds_of(sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray) -> Iterator[Normed]:
+    """`norm_kinds` of an output; none if its input has another shape, as that of a block that begins with a convolution."""
+    if all(given.shape == sides.right.shape for given in inputs):
+        yield from norm_kinds(sides.right.shape, weight.shape)
+
+
 def norm_epsilons(
     sides: Contrast,
     inputs: tuple[np.ndarray, np.ndarray],
@@ -102,7 +108,7 @@ def norm_epsilons(
         inputs: of the right and the wrong side.
         roundoff: unit roundoff of the output's dtype.
     """
-    for kind in norm_kinds(sides.right.shape, weight.shape):
+    for kind in _kinds_of(sides, inputs, weight):
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         right, wrong = (
@@ -140,7 +146,7 @@ def rounded_epsilons(
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
 
-    for kind in norm_kinds(sides.right.shape, weight.shape):
+    for kind in _kinds_of(sides, inputs, weight):
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         found: list[tuple[float, float] | None] = []

@@ -561,6 +561,13 @@ def test_a_norm_over_the_last_dims_together() -> None:
     assert found is not None and found.text == "layer norm" and abs(found.wrong.value - 1e-3) < 1e-9
 
 
+def test_an_input_of_another_shape_is_not_that_of_a_norm() -> None:
+    x, first, second, weight = drawn(1, 4, 1, 40), drawn(2, 4, 6, 7), drawn(3, 4, 6, 7), np.ones(7)
+    sides = Contrast.of(first, second, 1e-7)
+    assert norm_epsilons(sides, (x, x), weight, None, 2.0**-24) is None
+    assert rounded_epsilons(sides, (x, x), weight, None, "bfloat16") is None
+
+
 def test_channels_and_samples_that_are_dropped_as_a_whole() -> None:
     x, rng = drawn(1, 8, 16, 5, 5), np.random.default_rng(0)
     for shape, p in (((8, 16, 1, 1), 0.2), ((8, 1, 1, 1), 0.3)):
