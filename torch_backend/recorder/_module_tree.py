@@ -83,6 +83,17 @@ def is_torch_fsdp1(module: nn.Module) -> bool:
     return derives_from_torch(type(module), "FullyShardedDataParallel")
 
 
+def reshard(model: nn.Module) -> bool:
+    """Let all units of fully_shard, PyTorch's and ours, register their shards; returns whether there are any.
+
+    After an evaluation the root is left unsharded: its parameters are then not those that the optimizer has.
+    """
+    units: list[Any] = [each for each in model.modules() if any(c.__name__ == _SHARDED for c in type(each).__mro__)]
+    for unit in units:
+        unit.reshard()
+    return bool(units)
+
+
 def innermost(model: nn.Module) -> nn.Module:
     """The user's model without wrappers."""
     return [place.module for place in named_modules(model) if not place.name][-1]

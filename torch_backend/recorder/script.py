@@ -31,6 +31,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.scripts import run_script
 from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
@@ -147,9 +148,9 @@ class ScriptRecorder:
         Args:
             options: of `Recorder`.
         """
-        own = {id(param) for module in modules for param in module.parameters()}
-        held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
-        mine = [optimizer for optimizer in held if own >= _params_of(optimizer)]
+        own, mine = self._own(modules)
+        if not mine and sum(map(reshard, modules)):
+            own, mine = self._own(modules)
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
@@ -163,6 +164,12 @@ class ScriptRecorder:
             **options,
         ).__enter__()
         self._until_found.close()
+
+    def _own(self, modules: Sequence[nn.Module]) -> tuple[set[int], list[Optimizer]]:
+        """The ids of the parameters of modules, and the optimizers that have no others."""
+        own = {id(param) for module in modules for param in module.parameters()}
+        held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
+        return own, [optimizer for optimizer in held if own >= _params_of(optimizer)]
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""

@@ -25,6 +25,7 @@ from crossframe.recording.mapped import mapped
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
 from torch_backend.recorder._pipeline import infers_shapes
+from torch_backend.recorder.script import ScriptRecorder
 
 WIDTH, WORDS, LENGTH, SAMPLES = 8, 12, 6, 4
 FINE = (Verdict.EQUAL, Verdict.ROUNDING)
@@ -496,3 +497,34 @@ def test_parts_of_sequences_are_recorded_as_whole_ones(ranks, tmp_path, kind, nu
     found = compare(one, wrong)
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
     assert found.first_divergence.module == "norm"
+
+
+def evaluated_first(rank, world_size, directory, shard, evaluates):
+    """Records, as a script is, two steps of two microbatches after an evaluation, or without it."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(), nn.Linear(WIDTH, WORDS))
+    shard(model[1])
+    shard(model)
+    tokens = torch.arange(2 * SAMPLES * LENGTH).reshape(2, SAMPLES, LENGTH) % WORDS
+    recorder = ScriptRecorder(directory, dense=2, every=1)
+    with recorder.watching():
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if evaluates:
+            with torch.no_grad():
+                model(tokens[0])
+        for _ in range(2):
+            for i, part in enumerate(tokens + rank):
+                model.set_requires_gradient_sync(i == 1)
+                functional.cross_entropy(model(part % WORDS).flatten(0, 1), part.flatten() % WORDS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    recorder.finish()
+
+
+@pytest.mark.parametrize("shard", [theirs.fully_shard, ours.fully_shard], ids=["theirs", "ours"])
+def test_a_script_that_evaluates_first_is_recorded_from_its_first_microbatch(ranks, tmp_path, shard):
+    for name in ("evaluates", "trains"):
+        ranks.run(2, evaluated_first, str(tmp_path / name), shard, name == "evaluates")
+    found, plain = (Recording.open(tmp_path / name) for name in ("evaluates", "trains"))
+    assert len(found.batch(0, 0).sample_ids) == 2 * SAMPLES
+    assert compare(found, plain).verdict is Verdict.EQUAL
