@@ -316,8 +316,8 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     known = range(pair.num_steps if others is None else others.since)
     if (step := next((step for step in known if pair.reordered(step)), None)) is not None:
         yield (
-            f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with further "
-            "arrays or other numbers; activations are matched by sample"
+            f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with other "
+            "arrays; activations are matched by sample"
         )
     if texts := list(pair.of_other_shapes.values()):
         more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
