@@ -15,6 +15,9 @@ rounding of a coarse dtype although the optimizer receives wrong ones.
 The factor is the weighted median over all local gradients. Each of them has its own rounding, so the median is uncertain by less
 than the middle half of the factors is wide, and all have the rounding of both losses in common, which is 2 u. A power of two that
 is no farther away is the factor, because scalers use powers of two; nothing depends on this but that no rounding is added.
+
+A loop may also divide the loss of a rank by the samples or tokens of all ranks, and sum gradients over ranks. Then the losses of
+ranks are shares, whose sum is the loss of the step. At another world size the mean over ranks would be another number.
 """
 
 import math
@@ -24,11 +27,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.dtypes import unit_roundoff
+from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, REDUCE
+from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.measure.bounds_by_dtype import reduces_in
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.metrics import norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.values import Side, assemble, match_values, rank_values
 
 _LEAST = 2.0
 """The smallest factor that is attributed to a scale."""
@@ -66,6 +72,54 @@ def scaled_on_one_side(pair: Pair, step: int) -> Scaled | None:
     is none."""
     dense = next((s for s in reversed(pair.steps) if s <= step and _has_local_grads(pair, s)), None)
     return None if dense is None else pair.remember((scaled_on_one_side, dense), lambda: _scaled_at(pair, dense))
+
+
+def shares_of(pair: Pair) -> tuple[float, float]:
+    """What the means of a's and of b's losses over ranks are multiplied by at unequal world sizes: the number of ranks if their
+    losses are shares, and else 1.
+
+    Losses are shares if the reduced gradients are nearer to the sum of the local ones than to their mean, while both recordings
+    agree on the reduced gradients: a sum instead of a mean is else the fault.
+    """
+    return pair.remember(shares_of, lambda: _shares_of(pair))
+
+
+def _shares_of(pair: Pair) -> tuple[float, float]:
+    worlds = [float(recording.manifest.world_size) for recording in (pair.a, pair.b)]
+    for step in pair.steps:
+        names = [name for name in pair.names() if pair.has(REDUCE, step, name)]
+        sums = [_sums(recording, step, names) for recording in (pair.a, pair.b)]
+        if None in sums:
+            continue
+        given = _factors([pair.assemble(REDUCE, step, name, (0, 0))[:2] for name in names])
+        factor = weighted_median(*given) if given[0] else 0.0
+        if factor <= 0 or not _is_nearer(max(factor, 1 / factor), 1.0, max(worlds)):
+            return 1.0, 1.0
+        return worlds[0] if sums[0] else 1.0, worlds[1] if sums[1] else 1.0
+    return 1.0, 1.0
+
+
+def _sums(recording: Recording, step: int, names: Sequence[str]) -> bool | None:
+    """Whether reduced gradients are sums of local ones, by weight; None if no local ones were recorded.
+
+    False if a recorded loss is that of all ranks.
+    """
+    world = recording.manifest.world_size
+    if world == 1 or recording.manifest.settings.get(LOSSES) == MEAN:
+        return False
+    pairs = []
+    for name in names:
+        if all(recording.has(BACKWARD, step, name, rank) for rank in range(world)):
+            reduced = assemble(recording, REDUCE, step, name)
+            local = [rank_values(recording, BACKWARD, step, rank, name) for rank in range(world)]
+            matched = [match_values(each, reduced, by_sketch=_any_sketch([*local, reduced])) for each in local]
+            pairs.append((np.mean([np.asarray(each[0], np.float64) for each in matched], axis=0), matched[0][1]))
+    factors, weights = _factors(pairs)
+    return _is_nearer(weighted_median(factors, weights), float(world), 1.0) if factors else None
+
+
+def _any_sketch(sides: Sequence[Side]) -> bool:
+    return any(side.sketch is not None for side in sides)
 
 
 def _has_local_grads(pair: Pair, step: int) -> bool:

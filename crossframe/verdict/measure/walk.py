@@ -33,7 +33,7 @@ from crossframe.verdict.measure.aligned import At, aligned, shared_activations
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
-from crossframe.verdict.measure.loss_scale import scaled_on_one_side
+from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
@@ -272,7 +272,8 @@ def _losses(pair: Pair, step: int) -> Group:
     alone = pair.same_world and not any(r.manifest.settings.get(LOSSES) == MEAN for r in (pair.a, pair.b))
     ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if alone else [None]
     if not alone:
-        rows = [np.array([row.mean()]) for row in rows]
+        factors = (1.0, 1.0) if pair.same_world else shares_of(pair)
+        rows = [np.array([row.mean() * factor]) for row, factor in zip(rows, factors, strict=True)]
     scaled = scaled_on_one_side(pair, step)
     group = []
     for i, rank in enumerate(ranks):

@@ -143,3 +143,35 @@ def test_a_power_of_two_is_the_factor_within_the_uncertainty_of_the_median():
     spread = [1024 * (1 + off) for off in (-2e-3, -1e-3, 1e-3, 2e-3, 3e-3)]
     assert _power_of_two(spread[2], spread, [1.0] * 5, 0.0) == 1024
     assert _power_of_two(1500.0, [1500.0], [1.0], common) == 1500.0
+
+
+def shares(world):
+    """A loop that divides the loss of a rank by the samples of all ranks, and sums gradients over ranks."""
+
+    def share(phase, step, rank, name, array):
+        return array / world if phase in ("forward", "backward") else array
+
+    return share
+
+
+def test_losses_that_are_shares_are_added_at_another_world_size(tmp_path):
+    def run(world, tamper=None):
+        name = f"{world}{tamper is not None}"
+        return synthetic.record(tmp_path / name, synthetic.manifest(world), tamper=tamper)
+
+    one, means, two, three = run(1), run(3), run(2, shares(2)), run(3, shares(3))
+    for pair in ((one, two), (two, one), (two, three), (two, means), (means, two)):
+        found = compare(*pair)
+        assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+def test_a_sum_instead_of_a_mean_is_no_share(tmp_path):
+    def summed(phase, step, rank, name, array):
+        return 2 * array if phase == "reduce" else array
+
+    one = synthetic.record(tmp_path / "one", synthetic.manifest(1))
+    two = synthetic.record(tmp_path / "two", tamper=summed)
+    for pair in ((one, two), (two, one)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG and found.first_divergence is not None
+        assert found.first_divergence.phase == REDUCE
