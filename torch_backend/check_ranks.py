@@ -11,7 +11,6 @@ from crossframe.environment import Environment, OddRanks, digest, odd_ranks
 from crossframe.environment.facts import MACHINE, MODULES, RANDOM
 from crossframe.errors import AgreementError, UsageError
 from torch_backend.ranks._consensus import listed, timeout_seconds
-from torch_backend.recorder._environment import environment_of
 
 # Calls of this process, by store.
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -34,6 +33,10 @@ def check_ranks() -> tuple[OddRanks, ...]:
         []
         >>> dist.destroy_process_group()
     """
+    from torch_backend.recorder._environment import (
+        environment_of,  # here, so that sharding alone does not load the recorder
+    )
+
     if not dist.is_initialized():
         raise UsageError("check_ranks: expected a process group; call torch.distributed.init_process_group first")
     store: Any = dist.distributed_c10d._get_default_store()

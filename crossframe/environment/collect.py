@@ -141,9 +141,15 @@ def _source(folder: Path) -> dict[str, Fact]:
     if root is not None and (commit := _git(root, "rev-parse", "HEAD")):
         found["commit"] = commit.strip()
     own = Path(__file__).resolve().parents[2]
-    imported = sorted(path for path in sources() if not _is_own(path, own))[:_MOST_FILES]
+    within = root or folder
+    # Those of the script's repository first: there may be more files than are stated, and a file elsewhere of the same name.
+    imported = sorted(
+        (path for path in sources() if not _is_own(path, own)), key=lambda path: (within not in path.parents, path)
+    )[:_MOST_FILES]
     for path in imported:
-        found[f"file {_within(path, root or folder)}"] = _file_digest(path)
+        name = f"file {_within(path, within)}"
+        if name not in found:
+            found[name] = _file_digest(path)
     if root is not None:
         changed = _git(root, "diff", "--name-only", "-z", "HEAD") or ""
         for name in [each for each in changed.split("\0") if each][:_MOST_FILES]:

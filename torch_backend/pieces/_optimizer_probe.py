@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+import torch_backend.memory._optimizer_steps  # noqa: F401 - its hook rejects ZeroRedundancyOptimizer, before those here run
 from crossframe.errors import UsageError
 from torch_backend.pieces._piece_tensor import PieceTensor
 
