@@ -215,7 +215,7 @@ class Golden:
 
 
 class GoldenStep:
-    """The sketches of a rank at a step, in the place of its tensor file."""
+    """The sketches of a rank at a step, instead of its tensor file."""
 
     def __init__(self, path: Path, rows: np.ndarray) -> None:
         self._path, self._rows = path, rows

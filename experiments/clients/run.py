@@ -223,10 +223,11 @@ def _judged_fault(client: Client, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of an answer."""
+    """What is kept of an answer, with paths of tracebacks from the repository on."""
     figures = ("max_relative_loss_difference", "max_relative_parameter_difference", "quantities")
     of_report = {name: said.get(name) for name in figures}
-    return {"verdict": said["verdict"], "place": place_of(dict(said)), "reason": said.get("reason", "")} | of_report
+    reason = said.get("reason", "").replace(f"{Path.cwd()}/", "")
+    return {"verdict": said["verdict"], "place": place_of(dict(said)), "reason": reason} | of_report
 
 
 def _text(of: Run) -> str:

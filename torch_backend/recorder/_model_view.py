@@ -136,7 +136,7 @@ class ModelView:
         return self.engine.strategy
 
     def bits(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """By name the shape, and a hash of what is here, of parameters that could be told from others by their bits."""
+        """The shape, and a hash of the local values, of each parameter that its bits could tell from others."""
         shapes = {spec.name: spec.shape for _, layout in self.units for spec in layout.params}
         found = {}
         for held in self.held:

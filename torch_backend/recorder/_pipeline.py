@@ -29,7 +29,7 @@ from torch_backend.ranks._collectives import Communicator, axis_name, default_pr
 Units = tuple[tuple[str, Layout], ...]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 Bits = tuple[tuple[int, ...], Any]
-"""The shape of a parameter, and a hash of what a rank has of it; None if it has nothing."""
+"""The shape of a parameter, and a hash of the local values; None if there are none."""
 _COMPARED = (PARAMETERS, REDUCE, STATE, UPDATE)
 
 
@@ -116,7 +116,7 @@ class Pipeline:
         """Parameters of later stages that are those of earlier ones. Every rank calls it.
 
         Args:
-            own: of each of this rank's stages by name the shape and a hash of what it has of parameters that may be copies.
+            own: for each of this rank's stages, the bits of parameters that may be copies, by name.
         """
         every = self._ranks.gather_objects(dict(zip(self.stages, own, strict=True)))
         owners: dict[Bits, tuple[int, str]] = {}
