@@ -39,9 +39,9 @@ _VARIABLES = re.compile(
     r"|OMP|KMP|MKL|OPENBLAS|GOTO|BLIS|VECLIB|NUMEXPR|DNNL|ONEDNN|GLOO|UCX|FI|NVTE|FLASH|XFORMERS|ACCELERATE|LIBTPU|TPU|PL"
     r"|DEEPSPEED|FSDP|NEURON)_.*|PYTHONHASHSEED|PYTHONOPTIMIZE|LD_PRELOAD|LD_LIBRARY_PATH|OMP_.*|MALLOC_.*"
 )
-# Variables that launchers set to another value in each launch or on each rank.
+# Variables that launchers set to another value in each launch or on each rank, and folders of compiled code, which is the same.
 _OF_LAUNCH = re.compile(
-    r"TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|CUDA_.*_PATH|TPU_(WORKER|PROCESS).*|PL_GLOBAL_.*"
+    r"TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING|CUDA_.*_PATH|TPU_(WORKER|PROCESS).*|PL_GLOBAL_.*|.*_CACHE(_DIR|_PATH)?"
 )
 # The folder of the metadata of an installed package: its name and its version.
 _INSTALLED = re.compile(r"(.+?)-([^-]+)\.dist-info")

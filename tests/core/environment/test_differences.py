@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from crossframe.environment import Effect, Environment, collect, differences, odd_ranks, read_environment
+from crossframe.environment.collect import variables_of
 from crossframe.environment.command import arguments_of
 from crossframe.environment.configuration import read_configuration
 from crossframe.environment.effects import ACCELERATOR, CPU, TABLE, row_of
@@ -206,3 +207,8 @@ def test_a_module_of_another_class_may_compute_the_same():
     one, other = ({"modules": {"norm": f"{name}((8,), eps=1e-05)"}} for name in ("LayerNorm", "NormByHand"))
     (found,) = differences(Environment(one), Environment(other))
     assert (found.effect, found.reason) == (Effect.POSSIBLY, "the module is of another class")
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"])
+def test_folders_of_compiled_code_are_not_compared(name):
+    assert variables_of({name: "/cache", "NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring"}
