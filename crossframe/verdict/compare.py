@@ -261,11 +261,14 @@ def _order(where: Divergence, recording: Recording) -> tuple[int, int, int]:
 def _acts(setting: Setting, verdict: Verdict) -> bool:
     """Whether a setting changes values although the numbers show no place where it does.
 
-    Another learning rate changes every update, so numbers within a bound then only say that the bound is too coarse to show it.
+    Another learning rate changes every update, and other samples every loss, so numbers within a bound then only say that the
+    bound is too coarse to show it.
     """
     if setting.acts_in is None:
         return False
-    return verdict is Verdict.INCONCLUSIVE or (verdict is Verdict.ROUNDING and setting.name == "learning_rate")
+    return verdict is Verdict.INCONCLUSIVE or (
+        verdict is Verdict.ROUNDING and (setting.name == "learning_rate" or setting.moved_samples)
+    )
 
 
 def _diagnosis_of(acting: Sequence[Setting], diagnosis: Diagnosis | None, names: tuple[str, str]) -> Diagnosis | None:

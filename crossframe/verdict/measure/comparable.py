@@ -39,6 +39,8 @@ class Setting:
         num_parameters: the number of parameters with this setting.
         text: the description, if its values do not describe it.
         scheduled: whether the runs state the same initial value, so that only their schedules differ.
+        moved_samples: whether it is a batch that has samples of the other run's other steps or ranks, so that the numbers of both
+            runs differ for certain.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Setting:
     num_parameters: int = 0
     text: str = ""
     scheduled: bool = False
+    moved_samples: bool = False
 
     def explains(self, where: Divergence) -> bool:
         """Whether it can cause a divergence."""
@@ -104,8 +107,16 @@ def differing_batches(a: Recording, b: Recording) -> Setting | None:
         for rank in range(a.manifest.world_size):
             if not a.batch(step, rank).has_samples_of(b.batch(step, rank)):
                 text = f"the batch of rank {rank} at step {step} differs between {first} and {second}"
-                return Setting(BATCH, "", "", FORWARD, step, text=text)
+                moved = _has_moved_samples(a, b, step, rank) or _has_moved_samples(b, a, step, rank)
+                return Setting(BATCH, "", "", FORWARD, step, text=text, moved_samples=moved)
     return None
+
+
+def _has_moved_samples(a: Recording, b: Recording, step: int, rank: int) -> bool:
+    """Whether a rank of a has samples that b has elsewhere: others for certain, not the same ones with other rounding."""
+    own = set(a.batch(step, rank).sample_ids) - set(b.batch(step, rank).sample_ids)
+    ranks = range(b.manifest.world_size)
+    return any(own & set(b.batch(other, each).sample_ids) for other in common_steps(a, b) for each in ranks)
 
 
 def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:

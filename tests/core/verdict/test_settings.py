@@ -9,9 +9,10 @@ import pytest
 from crossframe.param_map import identity_map
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.comparable import Setting, differing_settings, labels, why_incomparable
 from crossframe.verdict.measure.locate import Divergence
-from tests.core.helpers import synthetic
+from tests.core.helpers import faulty, synthetic
 
 PHASES = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, STATE, UPDATE)
 
@@ -185,3 +186,15 @@ def test_reasons_against_a_comparison(tmp_path: Path) -> None:
     expected = ["parameter 'embed' is only in a", "parameter 'block.w' is only in a", "h has no complete step"]
     assert why_incomparable(a, few) == "; ".join(expected)
     assert why_incomparable(few, a) == "; ".join(expected)
+
+
+@pytest.mark.parametrize(
+    ("by", "verdict"),
+    [pytest.param(-200, Verdict.INCOMPARABLE, id="of another step"), pytest.param(5, Verdict.ROUNDING, id="not known")],
+)
+def test_samples_of_another_step_are_no_rounding(tmp_path, by, verdict):
+    def moved(step, rank, ids):
+        return [each + by for each in ids] if step == 2 else ids
+
+    a, b = faulty.record(tmp_path / "a"), faulty.record(tmp_path / "b", faulty.Faults(sample_ids=moved), noise=1)
+    assert compare(a, b).verdict is verdict
