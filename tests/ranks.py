@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT_SECONDS = 60
+DEVICE_OF_TESTS = "CROSSFRAME_TESTS_DEVICE"
+"""Set: where tensors are made in ranks unless a device is stated."""
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -118,6 +120,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, backen
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if DEVICE_OF_TESTS in os.environ:
+        torch.set_default_device(os.environ[DEVICE_OF_TESTS])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_gloos_thread()
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]

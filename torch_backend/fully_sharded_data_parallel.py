@@ -402,11 +402,7 @@ class FullyShardedDataParallel(Summonable, HasOptimStateDicts):
         executor = executor_of(unit_of(self))
         assert executor is not None
         executor.check_summon()
-        managed = {
-            id(param) for unit in executor.units for bucket in unit.buckets for param in bucket.registrar.managed()
-        }
-        others = [param for param in self.parameters() if id(param) not in managed]
-        return clip_grad_norm(executor.units, others, max_norm, norm_type)
+        return clip_grad_norm(executor.units, list(self.parameters()), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a hook that reduces gradients, including their division, instead of this class.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_backend
@@ -61,6 +62,17 @@ def _fsdp2(
     return package.fully_shard(module, **options)
 
 
+def _compiled(
+    api: Api, package: Any, module: nn.Module, units: set[type[nn.Module]], dtypes: Dtypes | None, **options: Any
+) -> nn.Module:
+    """torch.compile around each unit, and sharding around that, as torchtitan does it."""
+    for name, inner in list(module.named_modules()):
+        if type(inner) in units:
+            module.set_submodule(name, torch.compile(inner))  # type: ignore[arg-type]
+    return api(package, module, {OptimizedModule}, dtypes, **options)
+
+
+COMPILED = " compiled"
 _FACES: dict[str, Api] = {
     "FSDP1": partial(_fsdp1, use_orig_params=True),
     "FSDP1 flat": partial(_fsdp1, use_orig_params=False),
@@ -69,6 +81,7 @@ _FACES: dict[str, Api] = {
     "FSDP2 ragged": partial(_fsdp2, layout="ragged"),
 }
 APIS = tuple(_FACES)
+_FACES |= {api + COMPILED: partial(_compiled, _FACES[api]) for api in APIS}
 # The layouts of `fully_shard`. torch has the first alone, which all are compared with.
 LAYOUTS = ("FSDP2", "FSDP2 flat", "FSDP2 ragged")
 
@@ -98,14 +111,17 @@ def counterpart(name: str) -> str:
     'torch FSDP1 flat'
     >>> counterpart("our FSDP2 flat")
     'torch FSDP2'
+    >>> counterpart("our FSDP2 flat compiled")
+    'torch FSDP2 compiled'
     """
     api = name.removeprefix(f"{OURS} ")
-    return f"{THEIRS} {LAYOUTS[0] if api in LAYOUTS else api}"
+    plain = api.removesuffix(COMPILED)
+    return f"{THEIRS} {LAYOUTS[0] if plain in LAYOUTS else plain}{api[len(plain) :]}"
 
 
 def mixes_precision(name: str) -> bool:
     """Whether a contestant can compute in another dtype than it is stored in."""
-    package, _, api = name.partition(" ")
+    package, _, api = name.removesuffix(COMPILED).partition(" ")
     return hasattr(PACKAGES[package], _FSDP2_POLICY if api in LAYOUTS else _FSDP1_POLICY)
 
 

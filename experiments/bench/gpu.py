@@ -2,7 +2,9 @@
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from experiments.bench.contestants import LAYOUTS, Dtypes, counterpart, mixes_precision, ours, theirs
+from experiments.bench.contestants import COMPILED, LAYOUTS, Dtypes, counterpart, mixes_precision, ours, theirs
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
-from experiments.bench.ranks import NCCL, on_ranks
+from experiments.bench.ranks import FAKE, NCCL, on_ranks
 from experiments.bench.sizes import Sizes
 from experiments.bench.timing import WARM_UP, Times, alternate, ratios, slowest
 from experiments.bench.training import definition_of, meet, training_steps
@@ -20,52 +22,151 @@ from experiments.models.gpt import GPTConfig
 
 TITLE = "A billion parameters on GPUs"
 LIMIT = 1.0
-APIS = ("FSDP1", *LAYOUTS)
-LIMIT_OF = theirs(APIS)[1]
+EAGER = ("FSDP1", *LAYOUTS)
+APIS = (*EAGER, "FSDP1" + COMPILED, "FSDP2" + COMPILED)
+HELD_TO = "FSDP2"
 DTYPES = Dtypes(torch.bfloat16, torch.bfloat16)
+# Of torch's process group that talks to nobody.
+FAKE_RANKS = 8
 # What moves data and computes nothing, by parts of kernels' names: torch's concatenations and casts are kernels too.
 COPIES = ("copy", "chunk_cat")
 
 
+@dataclass(frozen=True)
+class World:
+    """The ranks of a measurement.
+
+    Attributes:
+        num_alive: how many contestants find room on a GPU at once.
+    """
+
+    what: str
+    backend: str
+    size: int
+    num_alive: int
+
+
 def gpu_section(sizes: Sizes) -> Section:
     """Time steps in alternation; then, one contestant at a time in processes of its own, count memory and copies."""
-    world_size = torch.cuda.device_count()
-    if not world_size:
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
         return Section(TITLE, "", skipped="skipped: no CUDA device here")
     names = [name for name in (*ours(APIS), *theirs(APIS)) if mixes_precision(name)]
     sized = (sizes.gpu_gpt, sizes.gpu_batch)
-    wall = slowest(on_ranks(world_size, NCCL, _times, names, *sized, sizes.gpu_rounds))
-    alone = {name: on_ranks(world_size, NCCL, _alone, name, *sized) for name in names}
+    figures: list[Figure] = []
+    worlds = (
+        World(f"{num_gpus} over NCCL", NCCL, num_gpus, 3),
+        World(f"one of {FAKE_RANKS} fake ranks", FAKE, FAKE_RANKS, len(names)),
+    )
+    for world in worlds:
+        groups = groups_of(names, world.num_alive)
+        timed = [on_ranks(world.size, world.backend, _times, group, *sized, sizes.gpu_rounds) for group in groups]
+        walls, issues = ([slowest([by_rank[i] for by_rank in each]) for each in timed] for i in range(2))
+        alone = {name: on_ranks(world.size, world.backend, _alone, name, *sized) for name in names}
+        num_tokens = (world.size if world.backend == NCCL else 1) * sizes.gpu_batch * sizes.gpu_gpt.context
+        figures += gpu_figures(world.what, walls, issues, alone, num_tokens)
     how = (
         f"GPT of {definition_of(sizes.gpu_gpt).numel / 1e6:,.0f} million parameters, computed and reduced in bfloat16, a unit a "
-        f"block, FULL_SHARD, {sizes.gpu_batch} x {sizes.gpu_gpt.context} tokens a rank, AdamW; {world_size} x "
-        f"{torch.cuda.get_device_name(0)}, NCCL; {sizes.gpu_rounds} rounds. Memory by torch's allocator. Exposed copies: "
-        "time in which the GPU copies or casts and computes nothing, by the profiler."
+        f"block, FULL_SHARD, {sizes.gpu_batch} x {sizes.gpu_gpt.context} tokens a rank, fused AdamW; {num_gpus} x "
+        f"{torch.cuda.get_device_name(0)}; {sizes.gpu_rounds} rounds. Over NCCL with one GPU nothing is sharded. The fake "
+        f"process group of {FAKE_RANKS} ranks talks to nobody: its rank has an eighth of the model, and what it gathers is its "
+        "own shard, copied for every rank. Compiled: torch.compile around each block. Issued: the time until the host has given "
+        "all of a step to the GPU, for which it does not wait. Memory by torch's allocator. Exposed copies: time in which the "
+        "GPU copies or casts and computes nothing, by the profiler."
     )
-    num_tokens = world_size * sizes.gpu_batch * sizes.gpu_gpt.context
-    return Section(TITLE, how, gpu_figures(wall, alone, num_tokens))
+    return Section(TITLE, how, tuple(figures))
 
 
-def gpu_figures(wall: Times, alone: dict[str, list[list[float]]], num_tokens: int) -> tuple[Figure, ...]:
-    """Our times to those of torch's FSDP2, with a limit; tokens a second; memory and exposed copies of the worst rank."""
+def held_to(name: str) -> str:
+    """torch's contestant that ours is to be as fast as.
+
+    >>> held_to("our FSDP1"), held_to("our FSDP2 compiled")
+    ('torch FSDP2', 'torch FSDP2 compiled')
+    """
+    return counterpart(f"our {HELD_TO}{COMPILED if name.endswith(COMPILED) else ''}")
+
+
+def groups_of(names: Sequence[str], num_alive: int) -> list[list[str]]:
+    """Contestants that take turns, each group with those that they are held to.
+
+    >>> groups_of(["our FSDP1", "our FSDP2", "our FSDP2 flat", "torch FSDP1", "torch FSDP2"], 3)
+    [['our FSDP1', 'our FSDP2', 'torch FSDP2'], ['our FSDP2 flat', 'torch FSDP1', 'torch FSDP2']]
+    >>> groups_of(["our FSDP1", "our FSDP1 compiled", "torch FSDP2", "torch FSDP2 compiled"], 4)
+    [['our FSDP1', 'our FSDP1 compiled', 'torch FSDP2', 'torch FSDP2 compiled']]
+    """
+    peers = {held_to(name): [] for name in names}
+    if len(names) <= num_alive:
+        return [list(names)]
+    for name in names:
+        if name not in peers:
+            peers[held_to(name)].append(name)
+    step = num_alive - 1
+    return [[*those[i : i + step], peer] for peer, those in peers.items() for i in range(0, len(those), step)]
+
+
+def gpu_figures(
+    world: str,
+    walls: Sequence[Times],
+    issues: Sequence[Times],
+    alone: dict[str, list[list[float]]],
+    num_tokens: int,
+) -> tuple[Figure, ...]:
+    """Our times to those of torch's FSDP2, with a limit; tokens a second; memory and exposed copies of the worst rank.
+
+    Args:
+        walls, issues: of each group of contestants, by name and round.
+        alone: of each contestant, by rank.
+    """
     peaks, exposed = ({name: max(rank[i] for rank in by_rank) for name, by_rank in alone.items()} for i in range(2))
-    names = [name for name in ours(APIS) if name in wall]
+    at = f"{world}: "
+
+    def to_theirs(what: str, groups: Sequence[Times]) -> list[Figure]:
+        return [
+            median_figure(f"{at}{what} of {name} to {held_to(name)}", ratios(times, name, held_to(name)), TIMES, LIMIT)
+            for times in groups
+            for name in times
+            if name in ours(APIS)
+        ]
+
+    taken, issued = ({name: times[name] for times in groups for name in times} for groups in (walls, issues))
     return (
-        *(median_figure(f"time of {name} to {LIMIT_OF}", ratios(wall, name, LIMIT_OF), TIMES, LIMIT) for name in names),
+        *to_theirs("time", walls),
+        *to_theirs("time of the host", issues),
         *(
-            Figure(f"peak memory of {name} to {counterpart(name)}", peaks[name] / peaks[counterpart(name)], TIMES)
-            for name in names
+            Figure(
+                f"{at}peak memory of {name} to {counterpart(name)}",
+                peaks[name] / peaks[counterpart(name)],
+                TIMES,
+                LIMIT,
+            )
+            for name in peaks
+            if name in ours(APIS)
         ),
-        *(Figure(name, num_tokens / median(taken), "tokens/s") for name, taken in wall.items()),
-        *(median_figure(f"{name}: a step", [1e3 * seconds for seconds in taken], "ms") for name, taken in wall.items()),
-        *(Figure(f"{name}: peak memory", num_bytes / 1e9, "GB") for name, num_bytes in peaks.items()),
-        *(Figure(f"{name}: exposed copies of a step", seconds * 1e3, "ms") for name, seconds in exposed.items()),
+        *(Figure(f"{at}{name}", num_tokens / median(seconds), "tokens/s") for name, seconds in taken.items()),
+        *(
+            median_figure(f"{at}{name}: a step", [1e3 * each for each in seconds], "ms")
+            for name, seconds in taken.items()
+        ),
+        *(
+            median_figure(f"{at}{name}: issued", [1e3 * each for each in seconds], "ms")
+            for name, seconds in issued.items()
+        ),
+        *(Figure(f"{at}{name}: peak memory", num_bytes / 1e9, "GB") for name, num_bytes in peaks.items()),
+        *(Figure(f"{at}{name}: exposed copies of a step", seconds * 1e3, "ms") for name, seconds in exposed.items()),
     )
 
 
-def _times(_rank: int, names: list[str], config: GPTConfig, batch_size: int, rounds: int) -> Times:
+def _times(_rank: int, names: list[str], config: GPTConfig, batch_size: int, rounds: int) -> tuple[Times, Times]:
+    """Seconds of whole steps, and of steps until the host has issued them."""
     steps = training_steps(names, config, batch_size, "cuda", DTYPES)
-    return alternate(steps, rounds, lambda: meet("cuda"))["wall"]
+    waiting = {name: partial(_waited, step) for name, step in steps.items()}
+    wall = alternate(waiting, rounds, lambda: meet("cuda"))["wall"]
+    return wall, alternate(steps, rounds, lambda: meet("cuda"))["wall"]
+
+
+def _waited(step: Callable[[], None]) -> None:
+    step()
+    torch.cuda.synchronize()
 
 
 def _alone(_rank: int, name: str, config: GPTConfig, batch_size: int) -> tuple[float, float]:
@@ -80,6 +181,7 @@ def _alone(_rank: int, name: str, config: GPTConfig, batch_size: int) -> tuple[f
     meet("cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))

@@ -1,6 +1,7 @@
 """FlatRegistrar: FSDP1 with use_orig_params=False. The module registers one FlatParameter."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +26,23 @@ from torch_backend.param_registration._registered_params import (
 )
 
 
-class FlatParameter(nn.Parameter):
-    """The shard of a unit's flattened parameters, which is the only parameter that the user and the optimizer see."""
+class _FlatParameterType(type(nn.Parameter)):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter) and getattr(instance, "_fsdp_flattened", False)
 
-    # lightning looks for this attribute.
-    _fsdp_flattened = True
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterType):
+    """The shard of a unit's flattened parameters, which is the only parameter that the user and the optimizer see.
+
+    As in PyTorch, its type is nn.Parameter: for parameters of any subclass, optimizers on accelerators turn to a loop over
+    parameters, which is slower and rounds otherwise.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> "FlatParameter":
+        param = nn.Parameter(data, requires_grad)
+        # lightning looks for this attribute.
+        param._fsdp_flattened = True  # type: ignore[attr-defined]
+        return param  # type: ignore[return-value]
 
 
 class FlatRegistrar:

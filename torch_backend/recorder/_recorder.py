@@ -226,6 +226,7 @@ class Recorder(Listener):
         self._parts: list[_Part] = []
         self.current_step = 0
         self._waiting: list[_StepArguments] = []
+        self._num_written = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -521,10 +522,9 @@ class Recorder(Listener):
 
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
-        first = self.current_step + 1 - len(self._waiting)
         writers = [keeper.writer for keeper in self._keepers]
         writer = writers[0]
-        for step, arguments in enumerate(self._waiting, first):
+        for step, arguments in enumerate(self._waiting, self._num_written):
             loss = sum(float(loss) for loss in arguments.loss)
             if self._pipeline is not None and self._views[0].speaks:
                 stages = zip(self._pipeline.stages, writers, strict=True)
@@ -547,4 +547,5 @@ class Recorder(Listener):
             writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays, arguments.masks))
             writer.loss(step, loss)
             writer.end_step(step, [float(rate) for rate in arguments.rates])
+        self._num_written += len(self._waiting)
         self._waiting = []

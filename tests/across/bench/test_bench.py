@@ -436,15 +436,22 @@ def test_memory_that_is_freed_is_no_longer_resident_and_was_at_the_peak(ranks):
 def test_gpu_figures_are_of_the_slowest_and_fullest_rank():
     wall = {name: WALL[name] for name in WALL if not name.endswith("FSDP1 flat")}
     alone = {name: [[1e9 * taken[0], 0.25], [0.5e9, 0.125]] for name, taken in wall.items()}
-    figures = gpu_figures(wall, alone, 100)
-    assert found(figures, "time of our FSDP1 to torch FSDP2") == (0.5, 1.0)
-    assert found(figures, "time of our FSDP2 flat to torch FSDP2") == (0.5, 1.0)
-    assert found(figures, "time of our FSDP2 ragged to torch FSDP2") == (0.75, 1.0)
-    assert found(figures, "peak memory of our FSDP2 ragged to torch FSDP2") == (0.75, None)
-    assert found(figures, "our FSDP1") == (50.0, None)
-    assert found(figures, "our FSDP2: peak memory") == (6.0, None)
-    assert found(figures, "peak memory of our FSDP2 to torch FSDP2") == (1.5, None)
-    assert found(figures, "our FSDP1: exposed copies of a step") == (250.0, None)
+    issued = {name: [seconds / 4 for seconds in taken] for name, taken in wall.items()}
+    figures = gpu_figures("2 over NCCL", [wall], [issued], alone, 100)
+
+    def figure(what):
+        return found(figures, f"2 over NCCL: {what}")
+
+    assert figure("time of our FSDP1 to torch FSDP2") == (0.5, 1.0)
+    assert figure("time of our FSDP2 flat to torch FSDP2") == (0.5, 1.0)
+    assert figure("time of our FSDP2 ragged to torch FSDP2") == (0.75, 1.0)
+    assert figure("time of the host of our FSDP1 to torch FSDP2") == (0.5, 1.0)
+    assert figure("peak memory of our FSDP2 ragged to torch FSDP2") == (0.75, 1.0)
+    assert figure("our FSDP1") == (50.0, None)
+    assert figure("our FSDP1: issued") == (500.0, None)
+    assert figure("our FSDP2: peak memory") == (6.0, None)
+    assert figure("peak memory of our FSDP2 to torch FSDP2") == (1.5, 1.0)
+    assert figure("our FSDP1: exposed copies of a step") == (250.0, None)
 
 
 def test_copies_are_exposed_where_nothing_computes():

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.models import Net, build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import Side, inputs
 
@@ -20,7 +21,7 @@ from tests.on_torch.helpers.scripts import Side, inputs
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over all ranks, made once in each process."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
 
 
 def hybrid_mesh() -> DeviceMesh:

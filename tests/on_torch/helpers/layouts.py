@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crossframe.layout import FlatLayout, RaggedLayout
+from tests.on_torch.helpers.device import DEVICE
 from torch_backend.fully_shard import fully_shard
 from torch_backend.memory._store import ShardStore
 from torch_backend.pieces._piece_location import PieceLocation
@@ -22,7 +23,7 @@ LAYOUTS = ("per_param", "flat", "ragged")
 def mesh_of(*sizes: int) -> DeviceMesh:
     """All ranks as a mesh: (shard,) or (replicate, shard). A rank makes each once: every other one has threads of its own, which
     nothing ends."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return init_device_mesh(DEVICE.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def shard(model: nn.Module, layout: str, mesh: DeviceMesh | None = None) -> nn.Module:

@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from tests.on_torch.helpers.device import DEVICE
+
 
 def seed_cpu(seed: int) -> None:
-    """Seed the CPU's generator alone: torch.manual_seed formats the stack of each call for accelerators that start later."""
-    torch.default_generator.manual_seed(seed)
+    """On a CPU seed its generator alone: torch.manual_seed formats the stack of each call for accelerators that start later."""
+    seeding = torch.default_generator if DEVICE.type == "cpu" else torch
+    seeding.manual_seed(seed)
 
 
 class Block(nn.Module):
@@ -49,7 +52,7 @@ def build_net(dtype: torch.dtype = torch.float32, seed: int = 3, **options) -> N
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one rank at one step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator(DEVICE).manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 11, (4, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 

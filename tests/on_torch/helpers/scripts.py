@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.models import seed_cpu
 
 PACKAGES = ("torch.distributed.fsdp", "torch_backend")
@@ -87,7 +88,7 @@ def counting_collectives() -> Iterator[Counter[str]]:
 
 def inputs(side: Side, seed: int = 0, width: int = 4, rows: int = 3) -> Tensor:
     """One rank's inputs of a model of linears."""
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(10 * seed + side.rank))
+    return torch.randn(rows, width, generator=torch.Generator(DEVICE).manual_seed(10 * seed + side.rank))
 
 
 def grads(model: nn.Module) -> list[Any]:

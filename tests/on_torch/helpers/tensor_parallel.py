@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.on_torch.helpers import scripts
+from tests.on_torch.helpers.device import DEVICE
 
 NAMES = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh over all ranks, made once: its groups take longer to connect than a training step."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+    return init_device_mesh(DEVICE.type, shape, mesh_dim_names=NAMES[len(shape)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Side(scripts.Side):
         if "device_mesh" not in options and "process_group" not in options:
             options["device_mesh"] = mesh["replicate", "dp"] if "HYBRID" in strategy else mesh["dp"]
         wrapper = self.FullyShardedDataParallel
-        options |= {"sharding_strategy": self.ShardingStrategy[strategy], "device_id": torch.device("cpu")}
+        options |= {"sharding_strategy": self.ShardingStrategy[strategy], "device_id": DEVICE}
         for i in range(2):
             model[i] = wrapper(model[i], **options)
             if checkpointed == "outside":
@@ -82,7 +83,9 @@ class Side(scripts.Side):
 
     def batch(self, step: int) -> torch.Tensor:
         """One data-parallel rank's inputs."""
-        return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(10 * step + self.rank // self.shape[-1]))
+        return torch.randn(
+            2, 5, 4, generator=torch.Generator(DEVICE).manual_seed(10 * step + self.rank // self.shape[-1])
+        )
 
     def full(self, model: Any, *, with_grads: bool = False) -> dict[str, Any]:
         """Full parameters, and full gradients if asked for."""

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.on_torch.helpers import scripts
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import inputs
-
-CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Side(scripts.Side):
     def shard(self, module: nn.Module, **options: Any) -> Any:
         """The wrapped module; torch computes on the CPU only with an explicit `device_id`."""
         return self.FullyShardedDataParallel(
-            module, **{"device_id": CPU, "use_orig_params": self.use_orig_params} | options
+            module, **{"device_id": DEVICE, "use_orig_params": self.use_orig_params} | options
         )
 
     def full(self, model: nn.Module) -> dict[str, Tensor]:

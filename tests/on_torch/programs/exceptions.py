@@ -187,25 +187,6 @@ DEPARTURES = (
         with_options(sees_grads=False),
     ),
     Departure(
-        "the norm of gradients that are not sharded",
-        "torch adds up the norms of parameters in the order in which it last registered them; ours in that of units. The same "
-        "but for rounding",
-        Case(
-            Tree(
-                Node(children=(Node(children=(Node("square"),), unit=True), Node("vector")), unit=True),
-                width=3,
-            ),
-            WrapOptions(steps=1, sharding_strategy="NO_SHARD", clip=(100.0, 1.0)),
-        ),
-        "norm (step 0)",
-        lambda case: (
-            case.options.clip is not None
-            and case.options.clip[1] != float("inf")
-            and "NO_SHARD" in (case.options.sharding_strategy, case.options.inner)
-        ),
-        with_options(clip=None),
-    ),
-    Departure(
         "several uses of a parameter ahead of one backward, accumulated under no_sync in low precision",
         "torch adds each use to the gradient that is there, since autograd forgets, whenever the dtype of a flat parameter "
         "changes, that it added up for it; ours adds up the uses first. The same but for rounding",

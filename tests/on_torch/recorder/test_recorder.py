@@ -226,6 +226,32 @@ def test_a_window_makes_steps_dense_and_the_last_step_is_recorded_if_it_is_known
     assert len(recording.batch(3, 0).sample_ids) == 4
 
 
+def test_steps_whose_losses_wait_on_an_accelerator_are_written_in_their_places(tmp_path, monkeypatch):
+    """There a step that records no tensors keeps its loss on the device, so that the loop need not wait for it."""
+
+    def losses(folder):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / folder, model=model, optimizer=optimizer, every=4, dense=1) as recorder:
+            for step in range(11):
+                if step == 6:
+                    recorder.open_window(2)
+                tokens = batches(step, 0, 1)[0]
+                nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+        recording = Recording.open(tmp_path / folder)
+        assert recording.recorded_steps() == (0, 4, 6, 7, 8)
+        return recording.losses().tolist()
+
+    torch.manual_seed(0)
+    at_once = losses("at_once")
+    monkeypatch.setattr(Recorder, "_on_accelerator", True)
+    torch.manual_seed(0)
+    assert losses("later") == at_once and len(at_once) == 11
+
+
 def test_what_groups_of_parameters_have_of_their_own_is_stated_of_each(tmp_path):
     model = Net()
     biases = [param for param in model.parameters() if param.ndim == 1]

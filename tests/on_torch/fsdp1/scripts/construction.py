@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import grads, inputs, raised, warned
 from tests.on_torch.helpers.wrapped import Nested, OneRankGroup, nested, sgd, trained
 
@@ -101,7 +102,7 @@ def one_rank_is_not_sharded_and_warned_of(side):
 def refused_when_wrapping(side):
     linear, cls = nn.Linear(2, 2), side.FullyShardedDataParallel
     hybrid = side.ShardingStrategy.HYBRID_SHARD
-    mesh = init_device_mesh("cpu", (side.world_size,))
+    mesh = init_device_mesh(DEVICE.type, (side.world_size,))
     always = side.policies.always_wrap_policy
     half_and_full = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     one_frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))

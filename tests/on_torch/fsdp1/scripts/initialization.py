@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import raised
-from tests.on_torch.helpers.wrapped import CPU, nested, trained
+from tests.on_torch.helpers.wrapped import nested, trained
 
 
 @scenario()
@@ -24,7 +25,7 @@ def a_model_on_meta(side):
 
 
 def _init(module: nn.Module) -> None:
-    module.to_empty(device=CPU, recurse=False)
+    module.to_empty(device=DEVICE, recurse=False)
     with torch.no_grad():
         for i, param in enumerate(module.parameters(recurse=False)):
             param.copy_(torch.arange(param.numel()).view_as(param) / 10 + i)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import inputs
 from tests.on_torch.helpers.wrapped import sgd, trained
 
@@ -83,7 +84,7 @@ def channels_last(side):
     optimizer = sgd(model)
     for step in range(2):
         optimizer.zero_grad()
-        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step + side.rank))
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator(DEVICE).manual_seed(step + side.rank))
         model(x.to(memory_format=torch.channels_last)).square().sum().backward()
         optimizer.step()
     pieces = [p.detach().clone() for p in model.parameters()]

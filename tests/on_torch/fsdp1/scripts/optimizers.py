@@ -6,6 +6,7 @@ import torch
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import grads, inputs, raised
 from tests.on_torch.helpers.wrapped import OneRankGroup, nested
 
@@ -34,7 +35,7 @@ def two_groups_of_parameters(side):
 
 @scenario("flat")
 def a_scaler_around_a_step(side):
-    scaler = import_module(f"{side.name}.sharded_grad_scaler").ShardedGradScaler("cpu", init_scale=4.0)
+    scaler = import_module(f"{side.name}.sharded_grad_scaler").ShardedGradScaler(DEVICE.type, init_scale=4.0)
     model = nested(side)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -53,7 +54,7 @@ def a_scaler_around_a_step(side):
 @scenario("orig")
 def a_scaler_in_a_group_that_only_says_its_rank_and_size(side):
     cls = import_module(f"{side.name}.sharded_grad_scaler").ShardedGradScaler
-    scaler = cls("cpu", init_scale=2.0, process_group=OneRankGroup(), enabled=True)
+    scaler = cls(DEVICE.type, init_scale=2.0, process_group=OneRankGroup(), enabled=True)
     return scaler.scale(torch.full((1,), 4.0))
 
 

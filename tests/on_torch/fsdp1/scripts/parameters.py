@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import grads, inputs, raised
-from tests.on_torch.helpers.wrapped import CPU, nested, trained
+from tests.on_torch.helpers.wrapped import nested, trained
 
 
 @scenario("orig")
@@ -69,7 +70,7 @@ def copies_of_parameters_and_of_models(side):
 def moved_and_cast_between_steps(side):
     model = nested(side)
     first = trained(side, model)
-    model.to(CPU)
+    model.to(DEVICE)
     model.double()
     return [first, [p.dtype for p in model.parameters()], [b.dtype for b in model.buffers()]]
 

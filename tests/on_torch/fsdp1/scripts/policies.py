@@ -6,14 +6,17 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import warned
-from tests.on_torch.helpers.wrapped import CPU, Nested, trained
+from tests.on_torch.helpers.wrapped import Nested, trained
 
 
 @scenario("orig")
 def wrap_inside_enable_wrap(side):
     p = side.policies
-    with p.enable_wrap(wrapper_cls=side.FullyShardedDataParallel, device_id=CPU, use_orig_params=side.use_orig_params):
+    with p.enable_wrap(
+        wrapper_cls=side.FullyShardedDataParallel, device_id=DEVICE, use_orig_params=side.use_orig_params
+    ):
         first = p.wrap(nn.Linear(4, 4))
         second = p.wrap(nn.Sequential(nn.Linear(4, 4), p.wrap(nn.Linear(4, 2))), backward_prefetch=None)
     outside = p.wrap(nn.Linear(2, 2))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import grads, inputs
 from tests.on_torch.helpers.wrapped import Side, nested, sgd, trained
 
@@ -66,7 +67,7 @@ class _Halved(nn.Module):
 @scenario("flat")
 def autocast_around(side):
     model = nested(side)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         output = model(inputs(side))
     output.float().square().sum().backward()
     return [output.detach(), grads(model)]

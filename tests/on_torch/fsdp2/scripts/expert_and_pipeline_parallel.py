@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, look, mesh_of, trained_linears, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import Side, counting_collectives
@@ -70,7 +71,7 @@ def _stage(side: Side, mesh: Any, **options: Any) -> Any:
 
 def _microbatches(side: Side, step: int) -> list[torch.Tensor]:
     """The same on both ranks of a pipeline."""
-    data = torch.Generator().manual_seed(10 * step + side.rank % 2)
+    data = torch.Generator(DEVICE).manual_seed(10 * step + side.rank % 2)
     return [torch.randn(3, 5, generator=data) for _ in range(4)]
 
 
@@ -133,7 +134,7 @@ def _scheduled_stages(side: Side, schedule_of: Any, num_stages: int) -> list[Any
             side.fully_shard(layer, mesh=mesh["dp"])
         side.fully_shard(model, mesh=mesh["dp"])
     kind = {"torch_backend": ours.PipelineStage}.get(side.name, pipelining.PipelineStage)
-    stages = [kind(model, rank + 2 * i, num_stages, torch.device("cpu"), group=group) for i, model in enumerate(models)]
+    stages = [kind(model, rank + 2 * i, num_stages, DEVICE, group=group) for i, model in enumerate(models)]
     schedule = schedule_of(stages if num_stages > 2 else stages[0], 4, loss_fn=_loss)
     optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1, momentum=0.9)
     seen: list[Any] = []

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, look, sharded_net, trained, trained_linears
 from tests.on_torch.helpers.models import Net, build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import Side, inputs, raised
@@ -26,7 +27,7 @@ def from_meta_by_reset_parameters(side):
     seen = [look(model), [param.device.type for param in model.parameters()]]
     early = raised(lambda: loss_of(model, 0, side.rank))
     model = _meta_net(side)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE.type)
     seed_cpu(12 + side.rank)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -38,7 +39,7 @@ def from_meta_by_reset_parameters(side):
 @scenario()
 def from_meta_by_values(side):
     model = _meta_net(side)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE.type)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(distribute_tensor(torch.linspace(-1, 1, param.numel()).view(param.shape), param.device_mesh))
@@ -59,7 +60,7 @@ def from_meta_by_new_parameters(side):
         model = linears(4, 6, 5)
     side.fully_shard(model[0])
     side.fully_shard(model)
-    model[0].to_empty(device="cpu")
+    model[0].to_empty(device=DEVICE.type)
     with torch.no_grad():
         for param in model[0].parameters():
             param.fill_(0.5)
@@ -75,7 +76,7 @@ def from_meta_partly_by_new_parameters(side):
         model = linears(4, 6)
     side.fully_shard(model)
     model[0].weight = _real(model[0].weight, 1)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE.type)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)

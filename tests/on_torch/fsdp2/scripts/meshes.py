@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import look, mesh_of, sharded_net, trained, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import Side
@@ -28,7 +29,7 @@ def a_mesh_of_a_group(side):
     """A mesh made from a group, and one with the ranks in reverse order."""
     group = dist.new_group([0, 1])
     results = []
-    for mesh in (DeviceMesh.from_group(group, "cpu"), DeviceMesh("cpu", [1, 0])):
+    for mesh in (DeviceMesh.from_group(group, DEVICE.type), DeviceMesh(DEVICE.type, [1, 0])):
         model = sharded_net(side, mesh=mesh)
         results += [trained(side, model), [param.full_tensor().detach() for param in model.parameters()]]
     return results
@@ -94,7 +95,7 @@ def a_mesh_of_three_axes(side):
 
 @refusal(num_ranks=4)
 def two_axes_without_names(side):
-    side.fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (2, 2)))
+    side.fully_shard(nn.Linear(4, 2), mesh=init_device_mesh(DEVICE.type, (2, 2)))
 
 
 @refusal(needs="DataParallelMeshDims")
@@ -109,7 +110,7 @@ def an_axis_that_is_not_there(side):
 
 @refusal(needs="DataParallelMeshDims")
 def axes_without_names(side):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE.type, (2,))
     side.fully_shard(nn.Linear(4, 2), mesh=mesh, dp_mesh_dims=side.DataParallelMeshDims(shard="b"))
 
 

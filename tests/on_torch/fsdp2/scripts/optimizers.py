@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tests.on_torch.fsdp2.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, sharded_net, trained, values
 from tests.on_torch.helpers.models import loss_of
 from tests.on_torch.helpers.scenarios import EVERY
@@ -54,7 +55,7 @@ def an_optimizer_in_backward(side):
 def scaled_gradients(side):
     """torch.amp.GradScaler, with a step that overflows on one rank."""
     model = side.fully_shard(linears(4, 3, 2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = []
     for step in range(3):
@@ -80,6 +81,6 @@ def an_event_after_the_optimizer(side):
         loss_of(model, step, side.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.set_post_optim_event(torch.Event("cpu"))
+        model.set_post_optim_event(torch.Event(DEVICE.type))
         results.append(values(model))
     return results

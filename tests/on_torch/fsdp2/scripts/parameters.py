@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, look, sharded_net, trained, trained_linears, values
 from tests.on_torch.helpers.models import build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import grads, inputs
@@ -87,7 +88,7 @@ def applied_while_unsharded(side):
     """`to` and `_apply` reshard first."""
     model = side.fully_shard(linears(4, 3))
     model.unshard()
-    model.to("cpu")
+    model.to(DEVICE.type)
     seen = [look(model)]
     model.unshard()
     model._apply(lambda tensor: tensor * 2)

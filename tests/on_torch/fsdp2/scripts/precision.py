@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_torch.fsdp2.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, look, sharded_net, trained, trained_linears, values
 from tests.on_torch.helpers.models import batch as token_batch
 from tests.on_torch.helpers.models import build_net, loss_of, seed_cpu
@@ -178,7 +179,7 @@ def autocast_around(side):
     model = sharded_net(side)
 
     def loss(step):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return loss_of(model, step, side.rank)
 
     return trained(side, model, loss=loss)

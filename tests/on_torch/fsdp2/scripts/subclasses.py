@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import Both, asked, given, linears, look
 from tests.on_torch.helpers.scripts import Side, grads, inputs
 
@@ -139,7 +140,7 @@ def a_subclass_from_meta(side):
         model.weight = nn.Parameter(Both(model.weight.detach(), model.weight.detach().clone()))
     side.fully_shard(model)
     before = len(asked)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE.type)
     with torch.no_grad():
         model.weight.fill_(0.5)
     results = []

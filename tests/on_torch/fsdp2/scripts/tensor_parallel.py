@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_torch.fsdp2.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import linears, look, mesh_of, parallel, values
 from tests.on_torch.helpers.scenarios import EVERY
 from tests.on_torch.helpers.scripts import Side, inputs
@@ -26,7 +27,7 @@ from tests.on_torch.helpers.scripts import Side, inputs
 def trained_in_parallel(side: Side, how: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
     model = parallel(side, how, dtype, **options)
     group = side.rank // 2
-    data = torch.Generator().manual_seed(15)
+    data = torch.Generator(DEVICE).manual_seed(15)
     x = torch.randn(2, 3, 4, 6, generator=data, dtype=dtype)[group]
     if how == "sequence":
         x = x.chunk(2, dim=1)[side.rank % 2]
@@ -125,7 +126,7 @@ def tensor_parallel_from_meta(side):
     with torch.device("meta"):
         model = parallel(side, "columns", torch.float32)
     seen = look(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE.type)
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().copy_(torch.linspace(-1, 1, param.to_local().numel()).view(param.to_local().shape))
