@@ -13,7 +13,6 @@ except ModuleNotFoundError as error:
 from jax_backend.check_ranks import check_ranks
 from jax_backend.checkpoint import load_checkpoint, save_checkpoint
 from jax_backend.engine._clipping import clip_grad_norm
-from jax_backend.engine._jit_step import NOT_HONOURED
 from jax_backend.engine._scan import scan
 from jax_backend.engine._value_and_grad import Result, value_and_grad
 from jax_backend.mesh._device_mesh import make_mesh, per_rank
@@ -31,7 +30,6 @@ from jax_backend.shards._summon import Holder, Summoned, summon_full_params
 from jax_backend.shards._unshard import unshard, writeback
 
 __all__ = [
-    "NOT_HONOURED",
     "Bucket",
     "Holder",
     "LocalGrads",

@@ -7,13 +7,12 @@ order (R32: two ranks).
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from crossframe.api import Api
 from crossframe.mesh import MeshSpec
@@ -34,12 +33,14 @@ class Reduction:
         api: the API whose division and order are used.
         factor: the user's divide factor (R27); None: the number of ranks.
         now: False leaves each rank's gradient as it is, for a later microbatch (R15).
+        placed_on: the mesh if XLA places the collectives (`mesh/_vmap.py`); None under shard_map.
     """
 
     mesh: MeshSpec
     api: Api = Api.FSDP1
     factor: float | None = None
     now: bool = True
+    placed_on: Mesh | None = None
 
     def check(self) -> None:
         """Raise PlanError if the factor is invalid."""
@@ -53,18 +54,6 @@ class Reduction:
             grad: this rank's gradient, of any floating dtype.
             precision: the bucket's dtypes; the result has dtype `precision.kept`.
         """
-        return self.steps(
-            grad, precision, lambda grad: reduce_scatter(grad, label), lambda grad: all_reduce(grad, label)
-        )
-
-    def steps(
-        self,
-        grad: jax.Array,
-        precision: Precision,
-        reduce_scatter: Callable[[jax.Array], jax.Array],
-        all_reduce: Callable[[jax.Array], jax.Array],
-    ) -> jax.Array:
-        """The mean, by these collectives."""
         factors = factors_of(self.mesh, self.api, precision.reduced, self.factor)
         for each in reduction_steps(self.mesh, self.api):
             match each:
@@ -73,11 +62,11 @@ class Reduction:
                 case ReductionStep.DIVIDE_BEFORE:
                     grad = divide(grad, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
-                    grad = reduce_scatter(grad)
+                    grad = reduce_scatter(grad, label, self.placed_on)
                 case ReductionStep.DIVIDE_BETWEEN:
                     grad = divide(grad, factors.between)
                 case ReductionStep.ALL_REDUCE:
-                    grad = all_reduce(grad)
+                    grad = all_reduce(grad, label, self.placed_on)
                 case ReductionStep.DIVIDE_AFTER:
                     grad = divide(grad, factors.after)
                 case ReductionStep.CAST_TO_KEPT:
@@ -95,7 +84,7 @@ class Source(NamedTuple):
     """What a bucket is gathered from.
 
     Attributes:
-        line: the shard of shape (padded_shard_numel,); under jit all ranks' shards.
+        line: the shard, of shape (padded_shard_numel,).
         probe: None, or zeros of shape (gathered_numel,), whose gradient is this rank's own, before any reduction.
         waiting: None, or this rank's own gradient of earlier microbatches, of the same shape, added before the reduction.
     """
@@ -108,7 +97,7 @@ class Source(NamedTuple):
 def gather(
     tree: ParamTree, bucket: Bucket, source: Source, precision: Precision, reduction: Reduction
 ) -> dict[str, jax.Array]:
-    """All-gather a bucket, differentiable.
+    """All-gather a bucket, differentiable; see [Note: why the gather has a backward of its own].
 
     Returns:
         Its leaves by path, of `precision.gathered`. Their cotangents reach the shard as the mean over ranks, or as zeros if
@@ -119,64 +108,34 @@ def gather(
         line = shard.astype(precision.gathered)
         # One scope, so that `_late_gathers` cuts where it gathers.
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
-            found = bucket.views(all_gather(line, bucket.label))
+            found = bucket.views(all_gather(line, bucket.label, reduction.placed_on))
         return tree.leaves_of(bucket, found)
 
     if not bucket.trainable:
         return whole(jax.lax.stop_gradient(source.line))
-    return with_backward(
-        source,
-        whole,
-        lambda grads: joined(tree, bucket, grads),
-        lambda own: reduction(bucket.label, own, precision),
-        precision,
-        reduction,
-    )
-
-
-def with_backward(
-    source: Source,
-    whole: Callable[..., Any],
-    joined: Callable[[Any], jax.Array],
-    reduced: Callable[[jax.Array], jax.Array],
-    precision: Precision,
-    reduction: Reduction,
-    *here: jax.Array,
-    scope: Callable[[], AbstractContextManager] = nullcontext,
-) -> Any:
-    """`whole(source.line, *here)`, with a backward of its own; see [Note: why the gather has a backward of its own].
-
-    Args:
-        joined: from the cotangents to one line.
-        reduced: from a rank's own gradient to the cotangent of the line.
-        here: further arguments, which take no gradient.
-        scope: the named scope of backward.
-    """
     shape, dtype = source.line.shape, source.line.dtype
 
     @jax.custom_vjp
-    def gathered(source: Source, *here: jax.Array) -> Any:
-        return forward(source, *here)[0]
+    def gathered(source: Source) -> dict[str, jax.Array]:
+        return whole(source.line)
 
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
-    def forward(source: Source, *here: jax.Array) -> Any:
-        return whole(source.line, *here), source.waiting
+    def forward(source: Source) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        return whole(source.line), source.waiting
 
-    def backward(waiting: Any, grads: Any) -> Any:
-        with scope():
-            own = joined(grads)
-            if waiting is not None or not reduction.now:
-                own = own.astype(precision.accumulated(reduction.api))
-            if waiting is not None:
-                own = own + waiting
-            # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
-            part = reduced(own).astype(dtype) if reduction.now else jnp.zeros(shape, dtype)
+    def backward(waiting: jax.Array | None, grads: dict[str, jax.Array]) -> tuple[Source]:
+        own = joined(tree, bucket, grads)
+        if waiting is not None or not reduction.now:
+            own = own.astype(precision.accumulated(reduction.api))
+        if waiting is not None:
+            own = own + waiting
+        # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
+        part = reduction(bucket.label, own, precision).astype(dtype) if reduction.now else jnp.zeros(shape, dtype)
         probe = None if source.probe is None else own.astype(source.probe.dtype)
-        waiting = None if waiting is None else jnp.zeros_like(waiting)
-        return (Source(part, probe, waiting), *map(jnp.zeros_like, here))
+        return (Source(part, probe, None if waiting is None else jnp.zeros_like(waiting)),)
 
     gathered.defvjp(forward, backward)
-    return gathered(source, *here)
+    return gathered(source)
 
 
 def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:

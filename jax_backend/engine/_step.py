@@ -1,4 +1,4 @@
-"""What both modes of a step share: settings, and which buckets are gathered inside and outside the region that runs again."""
+"""The settings of a step, and which buckets are gathered inside and outside the region that runs again."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +49,7 @@ class Step:
         strategy: a strategy that fits the mesh.
         reduction: the reduction of gradients.
         local_grads: whether each rank's own gradients are returned too.
+        late_gathers: whether gathers wait in branches of conditions (`programs/_late_gathers.py`).
     """
 
     loss_fn: LossFunction
@@ -56,6 +57,7 @@ class Step:
     strategy: Strategy
     reduction: Reduction
     local_grads: bool
+    late_gathers: bool
 
     @property
     def probes(self) -> bool:

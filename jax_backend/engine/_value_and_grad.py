@@ -10,15 +10,14 @@ from crossframe.api import Api
 from crossframe.errors import UnsupportedError, UsageError
 from crossframe.strategy import Strategy
 from jax_backend.engine._gather import Reduction
-from jax_backend.engine._jit_step import run_under_jit
 from jax_backend.engine._loss_function import LossFunction
-from jax_backend.engine._shard_map_step import run_on_ranks
+from jax_backend.engine._rank_step import run_on_ranks
 from jax_backend.engine._step import Step, StepInputs
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
-MODES = {"shard_map": run_on_ranks, "jit": run_under_jit}
+MODES = ("shard_map", "jit")
 
 
 class Result(NamedTuple):
@@ -55,6 +54,7 @@ def value_and_grad(
     has_weight: bool = False,
     reduces: bool = True,
     local_grads: bool = False,
+    late_gathers: bool = False,
 ) -> Callable[..., Result]:
     """The step of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))`, without the parts that are not declared.
 
@@ -63,8 +63,8 @@ def value_and_grad(
 
     Args:
         mesh: from `make_mesh`.
-        mode: "shard_map": explicit collectives, and gradients reduced in the steps that the core lists. "jit": XLA places the
-            collectives of the same reduction; `NOT_HONOURED` lists what it does not honour.
+        mode: "shard_map": the program contains the collectives. "jit": XLA places them for the same program, whose ranks are
+            mapped axes. docs/reference/jax.md lists what XLA does otherwise there.
         strategy: FULL_SHARD and HYBRID_SHARD gather every unit but the root again in backward, SHARD_GRAD_OP and
             HYBRID_SHARD_ZERO2 keep them (R13, R14). `shard(reshard_after_forward=...)` has precedence. None: FULL_SHARD,
             HYBRID_SHARD or NO_SHARD, as the mesh allows. JAX removes, on all ranks, the second gather of a unit whose values
@@ -80,6 +80,10 @@ def value_and_grad(
             all samples even if ranks have different numbers. If all weights are 0 the mean is NaN.
         reduces: False returns LocalGrads without any reduction (torch's no_sync, R15).
         local_grads: also return each rank's gradient before the reduction. Costs a full gradient on every rank.
+        late_gathers: for CPU devices only. XLA's CPU compiler gathers all units at the start of a step and merges the gathers of
+            backward with those of forward, so that `memory_analysis` of a compiled step shows more memory than an accelerator
+            needs. With True each gather is in a branch of a condition, where XLA leaves it, and the step is another program
+            with the same results.
 
     Returns:
         `step(sharded, batch, state=None, rng=None, *, accumulated=None) -> Result`, to be called inside jit or outside. Leaves of
@@ -89,11 +93,11 @@ def value_and_grad(
 
     Raises:
         UsageError: a mesh that `make_mesh` did not make, or an invalid option.
-        UnsupportedError: a strategy that the mesh has no ranks for.
+        UnsupportedError: a strategy that the mesh has no ranks for, or `late_gathers` on other devices than CPUs.
         PlanError: a divide factor that is not above 0.
     """
     loss = LossFunction(loss_fn, has_state, has_rng, has_aux, has_weight)
-    return step_of(loss, mesh, mode, strategy, api, gradient_divide_factor, reduces, local_grads)
+    return step_of(loss, mesh, mode, strategy, api, gradient_divide_factor, reduces, local_grads, late_gathers)
 
 
 def step_of(
@@ -105,20 +109,27 @@ def step_of(
     gradient_divide_factor: float | None = None,
     reduces: bool = True,
     local_grads: bool = False,
+    late_gathers: bool = False,
 ) -> Callable[..., Result]:
     """`value_and_grad` of a LossFunction. Its step also takes `seed`; see `StepInputs`."""
     check_mesh(mesh)
     if mode not in MODES:
-        raise UsageError(f"mode: expected one of {tuple(MODES)}, got {mode!r}")
+        raise UsageError(f"mode: expected one of {MODES}, got {mode!r}")
     if not isinstance(api, Api):
         raise UsageError(f"api: expected a crossframe Api, got {api!r}")
-    reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces)
+    if late_gathers and (platform := mesh.devices.flat[0].platform) != "cpu":
+        raise UnsupportedError(
+            f"late_gathers: expected a mesh of CPU devices, got {platform!r}; leave it out, since other compilers do not merge "
+            "gathers"
+        )
+    placed_on = mesh if mode == "jit" else None
+    reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces, placed_on)
     reduction.check()
-    settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads)
+    settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads, late_gathers)
 
     @jax.jit
     def run(sharded: ShardedParams, given: StepInputs) -> Result:
-        losses, weights, grads, new_state, aux, own = MODES[mode](settings, sharded, given)
+        losses, weights, grads, new_state, aux, own = run_on_ranks(settings, sharded, given)
         # Outside shard_map, so that no trace has a collective of a scalar.
         loss = losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
         return Result(loss, losses, grads, new_state, aux, own)

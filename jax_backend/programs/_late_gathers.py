@@ -1,13 +1,14 @@
-"""A step's program in which a unit is gathered when it is first needed, for XLA's CPU compiler.
+"""A step's program in which a unit is gathered when it is first needed, to measure memory with XLA's CPU compiler.
 
 [Note: a gather waits for what needs it] A gather depends on shards alone, so XLA runs the gathers of all units at the start of
 the step, and all full parameters are in memory at once. Its CPU compiler also drops the barrier that jax.checkpoint puts before
 backward and merges the second gather of a unit with its first; and for a bias that is read late it keeps the whole line in
 addition to the matrices that were cut out of it. So a unit is gathered and cut in one branch of a condition, whose other branch
 is never taken. XLA does not know that, and neither merges nor looks inside. The condition depends on the other operand of the
-unit's first user: an activation in forward, a gradient in backward. Under jit, reductions are in such branches too, since XLA
-would otherwise join those of all units at the end of the step, and keep all full gradients until then. Other compilers respect
-the barrier, and on accelerators a condition would stop the queue: there the program stays as it is.
+unit's first user: an activation in forward, a gradient in backward. Where XLA places the collectives, reductions are in such
+branches too, since it would otherwise join those of all units at the end of the step, and keep all full gradients until then.
+Other compilers respect the barrier, and on accelerators a condition would stop the queue. So this is an option,
+`value_and_grad(late_gathers=True)`, and without it every platform runs the same program.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,31 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import Mesh
 
-from crossframe.trace import ALL_GATHER, ALL_REDUCE
-from jax_backend.mesh._device_mesh import mesh_spec
+from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.programs._jaxpr import Evaluation, transformed
 from jax_backend.ranks._collectives import WEIGHTS, scope_label, scope_name
 
 
-def merges_gathers(mesh: Mesh) -> bool:
-    """Whether the compiler of a mesh's devices gathers all units at once and keeps them."""
-    return mesh.devices.flat[0].platform == "cpu" and mesh_spec(mesh).shard > 1
-
-
-def gather_late(
-    fun: Callable,
-    kinds: Sequence[str] = (ALL_GATHER,),
-    common: Callable[[jax.Array], jax.Array] = lambda number: number,
-) -> Callable:
+def gather_late(fun: Callable, mapped_axes: tuple[str, ...] | None = None) -> Callable:
     """A function of pytrees of arrays with the same results, whose gathers wait until they are needed.
 
     Args:
-        kinds: the kinds of the collectives that are put into branches.
-        common: makes a scalar equal on all devices, so that they take the same branch.
+        mapped_axes: the axes of ranks if vmap maps the function over them, and XLA places its collectives: then all ranks take
+            the same branch, and reductions wait too. None: under shard_map.
     """
-
+    if mapped_axes is None:
+        return transformed(fun, lambda jaxpr: _LateGathers(jaxpr, (ALL_GATHER,), lambda number: number))
+    kinds, common = (ALL_GATHER, REDUCE_SCATTER), lambda number: jax.lax.pmax(number, mapped_axes)
     return transformed(fun, lambda jaxpr: _LateGathers(jaxpr, kinds, common))
 
 

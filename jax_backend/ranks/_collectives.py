@@ -2,11 +2,16 @@
 
 Each is in a named scope with the label of its bucket. The scope survives differentiation, rematerialisation and compilation, so
 that `jax_backend.trace_of` can read it from a jaxpr, and profiles show it.
+
+A function that `mesh/_vmap.py` maps over ranks passes its mesh to them. vmap turns a collective into a reshape or a sum over the
+axis of ranks, and the sharding constraint on its result makes XLA place the communication there.
 """
 
 import re
 
 import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS
@@ -38,34 +43,39 @@ def any_label(name_stack: str) -> str | None:
     return found[-1][1] if found else None
 
 
-def all_gather(shard: jax.Array, label: str) -> jax.Array:
+def all_gather(shard: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
     """The concatenated shards of a shard group: (..., padded_shard_numel) to (..., gathered_numel)."""
     if _moves_nothing(shard, SHARD_AXIS):
         return shard
     with jax.named_scope(scope_name(ALL_GATHER, label)):
-        return jax.lax.all_gather(shard, SHARD_AXIS, axis=shard.ndim - 1, tiled=True)
+        return _placed(jax.lax.all_gather(_placed(shard, mesh), SHARD_AXIS, axis=shard.ndim - 1, tiled=True), mesh)
 
 
-def reduce_scatter(buffer: jax.Array, label: str) -> jax.Array:
+def reduce_scatter(buffer: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
     """This rank's part of the sum over its shard group, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
     if _moves_nothing(buffer, SHARD_AXIS):
         return buffer
     with jax.named_scope(scope_name(REDUCE_SCATTER, label)):
-        return jax.lax.psum_scatter(buffer, SHARD_AXIS, tiled=True)
+        return _placed(jax.lax.psum_scatter(_placed(buffer, mesh), SHARD_AXIS, tiled=True), mesh)
 
 
-def all_reduce(array: jax.Array, label: str) -> jax.Array:
+def all_reduce(array: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
     """The sum over replicas, in XLA's order."""
     if _moves_nothing(array, REPLICATE_AXIS):
         return array
     with jax.named_scope(scope_name(ALL_REDUCE, label)):
-        return jax.lax.psum(array, REPLICATE_AXIS)
+        return _placed(jax.lax.psum(array, REPLICATE_AXIS), mesh)
 
 
 def sum_over_ranks(number: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum of a scalar over all ranks. It belongs to no unit and is in no plan."""
     with jax.named_scope(scope_name(ALL_REDUCE, WEIGHTS)):
         return jax.lax.psum(number, axes)
+
+
+def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """The array on its own rank: its mapped dims are sharded over the axes of ranks that vmap gives them, and no other dim is."""
+    return array if mesh is None else jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
 
 
 def _moves_nothing(array: jax.Array, axis: str) -> bool:

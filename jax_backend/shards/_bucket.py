@@ -84,14 +84,6 @@ class Bucket:
         """The inverse of `to_line`."""
         return line
 
-    def to_gathered(self, arrays: Any) -> jax.Array:
-        """The result of an all-gather of global arrays: shape (gathered_numel,), with a leading dim of layers if stacked."""
-        return arrays
-
-    def from_gathered(self, gathered: jax.Array) -> Any:
-        """The inverse of `to_gathered`."""
-        return gathered
-
     def from_params(self, params: Mapping[str, jax.Array]) -> Any:
         """The arrays that hold these canonical parameters, with 0 in the padding."""
         layout = self.layout
@@ -199,24 +191,6 @@ class PerParamBucket(Bucket):
             spec.name: line[..., column.start : column.start + column.width].reshape(*line.shape[:-1], *self._chunk(i))
             for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True))
         }
-
-    def to_gathered(self, arrays: Any) -> jax.Array:
-        ranks, tables = self.layout.world_size, []
-        for i, (spec, column) in enumerate(zip(self.layout.params, self.layout.columns, strict=True)):
-            array, dim, chunk = arrays[spec.name], self.layout.shard_dims[i], self._chunk(i)
-            lead = array.shape[: len(self.lead)]
-            chunks = array.reshape(*lead, *chunk[:dim], ranks, *chunk[dim:])
-            tables.append(jnp.moveaxis(chunks, len(lead) + dim, len(lead)).reshape(*lead, ranks, column.width))
-        table = jnp.concatenate(tables, axis=-1)
-        return table.reshape(*table.shape[:-2], -1)
-
-    def from_gathered(self, gathered: jax.Array) -> dict[str, jax.Array]:
-        lead, found = gathered.shape[:-1], {}
-        by_rank = self.from_line(gathered.reshape(*lead, self.layout.world_size, -1))
-        for i, (name, chunks) in enumerate(by_rank.items()):
-            chunks = jnp.moveaxis(chunks, len(lead), len(lead) + self.layout.shard_dims[i])
-            found[name] = chunks.reshape(*lead, *self.leaf_shape(i))
-        return found
 
     def from_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: grown(params[name], shape) for name, shape in self.shapes().items()}

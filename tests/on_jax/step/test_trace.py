@@ -107,8 +107,8 @@ def test_a_trace_sees_what_was_issued_not_what_was_meant(monkeypatch):
     sharded, mesh = sharded_over(2), mesh_of_size(2)
     plan = step_plan(plan_units(sharded.tree.units, Strategy.SHARD_GRAD_OP), MeshSpec(2))
     real = gather.all_gather
-    monkeypatch.setattr(gather, "reduce_scatter", lambda buffer, unit: buffer[: buffer.shape[0] // 2])
-    monkeypatch.setattr(gather, "all_gather", lambda array, unit: real(array, unit) + real(array, unit))
+    monkeypatch.setattr(gather, "reduce_scatter", lambda buffer, unit, mesh: buffer[: buffer.shape[0] // 2])
+    monkeypatch.setattr(gather, "all_gather", lambda array, unit, mesh: real(array, unit) + real(array, unit))
     step = value_and_grad(small_loss, mesh, strategy=Strategy.SHARD_GRAD_OP)
     lines = difference(plan, trace_of(step, sharded, small_batch(), mesh=mesh), ordered=False, kinds=COLLECTIVES)
     assert sum(line.startswith("missing 1 x") and REDUCE_SCATTER in line for line in lines) == 3

@@ -1,4 +1,4 @@
-"""A step with explicit collectives: under shard_map each rank computes on its own batch, gathers and reduces."""
+"""The step of one rank, which computes on its own batch, gathers and reduces: mapped over ranks by shard_map or by vmap."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from jax_backend.engine._gather import Source, gather
 from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.mesh._shard_map import mapped
-from jax_backend.programs._late_gathers import gather_late, merges_gathers
+from jax_backend.mesh._vmap import vmapped
+from jax_backend.programs._late_gathers import gather_late
 from jax_backend.ranks._collectives import rank_index, sum_over_ranks
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._local_grads import LocalGrads
@@ -45,8 +46,8 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
             return over_shards(tree, step, gathered, apply)(sources_of({**lines, **trained}, probes, waiting))
 
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-        if merges_gathers(step.mesh):
-            differentiate = gather_late(differentiate)
+        if step.late_gathers:
+            differentiate = gather_late(differentiate, axes if step.reduction.placed_on is not None else None)
         (_, rest), (grads, local) = differentiate(trained, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:
@@ -56,7 +57,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions
     # With check_vma=True JAX would sum cotangents of values that are equal on all ranks by itself, in its own dtype and place.
     # Here the gather's backward does all reductions.
-    run = mapped(
+    run = (mapped if step.reduction.placed_on is None else vmapped)(
         on_rank,
         step.mesh,
         (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), P(), by_rank),

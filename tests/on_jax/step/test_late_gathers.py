@@ -1,4 +1,4 @@
-"""Units that are gathered when something needs them: what XLA's CPU compiler makes of it, and that no number changes."""
+"""Every platform runs the same program; with late_gathers, units that are gathered when something needs them."""
 
 import os
 from typing import Any
@@ -8,16 +8,50 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from crossframe import MeshSpec
+from crossframe.errors import UnsupportedError
 from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER
-from jax_backend import compiled_trace, shard, shards_of, value_and_grad
-from jax_backend.engine import _jit_step as under_jit
-from jax_backend.engine import _shard_map_step as on_rank
+from jax_backend import compiled_trace, make_mesh, shard, shards_of, value_and_grad
 from tests.conftest import EXHAUSTIVE
 from tests.on_jax.helpers.small import UNITS, WIDE, mesh_of_size, small_batch, small_loss, small_map, small_params, wide
+from tests.on_jax.helpers.stacked import MODES, stacked_loss, stacked_params
 
 NUM_BLOCKS, WIDTH = 6, 64
 BLOCKS = tuple(f"{i}" for i in range(NUM_BLOCKS))
+
+
+class DeviceOf:
+    """A device that says it is of another platform."""
+
+    def __init__(self, device, platform):
+        self._device, self.platform, self.device_kind = device, platform, platform
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def __hash__(self):
+        return hash(self._device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_program_does_not_depend_on_the_platform(mode):
+    spec = MeshSpec(shard=2, replicate=2)
+    args = shard(stacked_params(), make_mesh(spec), stacked=("blocks",)), small_batch()
+    programs = set()
+    for platform in ("cpu", "cuda", "tpu"):
+        mesh = make_mesh(spec, [DeviceOf(device, platform) for device in jax.devices()])
+        programs.add(str(jax.make_jaxpr(value_and_grad(stacked_loss, mesh, mode=mode))(*args)).replace(platform, ""))
+    assert len(programs) == 1
+    traced = jax.jit(value_and_grad(stacked_loss, make_mesh(spec), mode=mode)).trace(*args)
+    lowered = {traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda", "tpu")}
+    assert len(lowered) == 1
+
+
+def test_late_gathers_on_other_devices_than_cpus_raise():
+    mesh = make_mesh(MeshSpec(2), [DeviceOf(device, "cuda") for device in jax.devices()])
+    with pytest.raises(UnsupportedError, match="late_gathers: expected a mesh of CPU devices, got 'cuda'"):
+        value_and_grad(small_loss, mesh, late_gathers=True)
 
 
 def deep_loss(params, x):
@@ -29,11 +63,11 @@ def deep_loss(params, x):
 def deep(strategy, mode):
     rng, mesh = np.random.default_rng(0), mesh_of_size(2)
     params = wide({name: {"w": rng.normal(size=(WIDTH, WIDTH)), "b": rng.normal(size=WIDTH)} for name in BLOCKS})
-    step = value_and_grad(deep_loss, mesh, mode=mode, strategy=strategy)
+    step = value_and_grad(deep_loss, mesh, mode=mode, strategy=strategy, late_gathers=True)
     return step, shard(params, mesh, units=BLOCKS), np.ones((2, WIDTH)), mesh
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+@pytest.mark.parametrize("mode", MODES)
 def test_R14_what_is_gathered_again_does_not_lie_in_memory_meanwhile(mode):
     temporaries, gathered = {}, {}
     for strategy in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP):
@@ -54,15 +88,14 @@ def test_R14_what_is_gathered_again_does_not_lie_in_memory_meanwhile(mode):
 
 
 @pytest.mark.parametrize("poison", [0.0, np.nan, *([np.inf] if os.environ.get(EXHAUSTIVE) else [])], ids=str)
-@pytest.mark.parametrize("mode", ["shard_map", "jit"])
-def test_no_number_depends_on_when_a_unit_is_gathered(mode, poison, monkeypatch):
+@pytest.mark.parametrize("mode", MODES)
+def test_late_gathers_change_no_number(mode, poison):
     mesh, batch = mesh_of_size(2), small_batch()
     batch["x"][0, 0] += poison
     params = shard(small_params(), mesh, units=UNITS, param_map=small_map())
-    found = value_and_grad(small_loss, mesh, mode=mode)(params, batch)
-    for module in (on_rank, under_jit):
-        monkeypatch.setattr(module, "merges_gathers", lambda mesh: False)
-    expected = value_and_grad(small_loss, mesh, mode=mode)(params, batch)
+    found, expected = (
+        value_and_grad(small_loss, mesh, mode=mode, late_gathers=late)(params, batch) for late in (True, False)
+    )
     np.testing.assert_array_equal(found.losses, expected.losses)
     for rank in range(2):
         for unit, line in shards_of(expected.grads, rank).items():

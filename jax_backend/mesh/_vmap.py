@@ -1,0 +1,83 @@
+"""A function of one rank under jit: vmap over axes that are named and sharded like the mesh's.
+
+[Note: a rank under jit] A program under jit is written for the whole mesh: a mean over the batch would be over the samples of all
+ranks, and batch norm another function. So each mesh axis becomes a mapped axis of the same name, sharded over the mesh: the
+function sees one rank's values and calls collectives by the names of axes, as under shard_map, and XLA places the communication.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def vmapped(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+    """`fn` mapped over the ranks of a mesh: `jax.shard_map` with these arguments, by vmap."""
+    run = fn
+    for axis in reversed(mesh.axis_names):
+        run = jax.vmap(
+            run,
+            in_axes=_each(lambda spec, axis=axis: _dim(spec, axis), in_specs),
+            out_axes=_each(lambda spec, axis=axis: _dim(spec, axis), out_specs),
+            axis_name=axis,
+            axis_size=mesh.shape[axis],
+            spmd_axis_name=axis,
+        )
+
+    def call(*args: Any) -> Any:
+        found = run(*_on_leaves(lambda spec, leaf: _split(leaf, spec, mesh), in_specs, args))
+        return _on_leaves(lambda spec, leaf: _joined(leaf, spec, mesh), out_specs, found)
+
+    return call
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
+def _each(function: Callable[[P], Any], specs: Any) -> Any:
+    return jax.tree.map(function, specs, is_leaf=_is_spec)
+
+
+def _on_leaves(function: Callable[[P, Any], Any], specs: Any, tree: Any) -> Any:
+    """Apply a function to each leaf with its spec; specs are a prefix of the tree."""
+    at_subtree = lambda spec, subtree: jax.tree.map(lambda leaf: function(spec, leaf), subtree)  # noqa: E731
+    return jax.tree.map(at_subtree, specs, tree, is_leaf=_is_spec)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _dim(spec: P, axis: str) -> int | None:
+    """The dim on which an axis of the mesh is mapped; None if the array is not sharded over it."""
+    return next((dim for dim, entry in enumerate(spec) if axis in _axes(entry)), None)
+
+
+def _split(array: Any, spec: P, mesh: Mesh) -> jax.Array:
+    """The array with dims for the mesh axes before each dim that is sharded over them."""
+    shape, partition = [], []
+    for dim, size in enumerate(array.shape):
+        axes = _axes(spec[dim]) if dim < len(spec) else ()
+        sizes = [mesh.shape[axis] for axis in axes]
+        shape += [*sizes, size // math.prod(sizes)]
+        partition += [*axes, None]
+    return _constrained(array.reshape(shape), mesh, P(*partition))
+
+
+def _joined(array: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
+    """The inverse of `_split`."""
+    shape, sizes = [], list(array.shape)
+    for entry in spec:
+        num_axes = len(_axes(entry))
+        shape.append(math.prod(sizes[: num_axes + 1]))
+        del sizes[: num_axes + 1]
+    return _constrained(array.reshape((*shape, *sizes)), mesh, spec)
+
+
+def _constrained(array: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
