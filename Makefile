@@ -53,9 +53,12 @@ gpu: gpu-tests gpu-jax gpu-parity gpu-bench
 
 gpu-tests:
 	$(PYTHON) -m pytest -q -m gpu tests/on_torch
+	CROSSFRAME_TESTS_DEVICE=cuda $(PYTHON) -m pytest -q -n $(WORKERS) tests/on_torch/fsdp1/test_scripts.py tests/on_torch/fsdp2/test_scripts.py
 
+# On GPUs, what needs no more devices than there are; then all of it on the CPU, with the JAX of that machine.
 gpu-jax:
-	$(PYTHON) -m pytest -q tests/on_jax
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
+	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
 
 gpu-parity:
 	$(PYTHON) -m experiments parity gpt --device cuda --world-size 1

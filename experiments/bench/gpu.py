@@ -1,5 +1,6 @@
 """A model of a billion parameters on GPUs, computed in bfloat16: tokens a second, peak memory, and copies that nothing hides."""
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +48,7 @@ class World:
 
 
 def gpu_section(sizes: Sizes) -> Section:
-    """Time steps in alternation; then, one contestant at a time in processes of its own, count memory and copies."""
+    """Time steps in alternation; then count memory and copies, of one contestant at a time."""
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         return Section(TITLE, "", skipped="skipped: no CUDA device here")
@@ -62,7 +63,8 @@ def gpu_section(sizes: Sizes) -> Section:
         groups = groups_of(names, world.num_alive)
         timed = [on_ranks(world.size, world.backend, _times, group, *sized, sizes.gpu_rounds) for group in groups]
         walls, issues = ([slowest([by_rank[i] for by_rank in each]) for each in timed] for i in range(2))
-        alone = {name: on_ranks(world.size, world.backend, _alone, name, *sized) for name in names}
+        ranks = on_ranks(world.size, world.backend, _alone, names, *sized)
+        alone = {name: [rank[name] for rank in ranks] for name in names}
         num_tokens = (world.size if world.backend == NCCL else 1) * sizes.gpu_batch * sizes.gpu_gpt.context
         figures += gpu_figures(world.what, walls, issues, alone, num_tokens)
     how = (
@@ -169,16 +171,27 @@ def _waited(step: Callable[[], None]) -> None:
     torch.cuda.synchronize()
 
 
-def _alone(_rank: int, name: str, config: GPTConfig, batch_size: int) -> tuple[float, float]:
-    """Peak bytes of a step on this rank, and seconds of exposed copies in another."""
+def _alone(_rank: int, names: list[str], config: GPTConfig, batch_size: int) -> dict[str, tuple[float, float]]:
+    """Of each, the peak bytes of a step on this rank, and seconds of exposed copies in another."""
+    found = {}
+    for name in names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        peak, copies = _peak_and_copies(name, config, batch_size)
+        found[name] = peak - before, copies
+    return found
+
+
+def _peak_and_copies(name: str, config: GPTConfig, batch_size: int) -> tuple[int, float]:
     [step] = training_steps([name], config, batch_size, "cuda", DTYPES).values()
     for _ in range(WARM_UP):
         step()
     meet("cuda")
     torch.cuda.reset_peak_memory_stats()
     step()
-    peak = torch.cuda.max_memory_allocated()
     meet("cuda")
+    peak = torch.cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()

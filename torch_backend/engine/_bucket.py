@@ -125,6 +125,10 @@ class Bucket:
 
     # Unsharded parameters
 
+    def shard_written(self) -> None:
+        """Let all-gathers wait for what was copied into the shard after the step began."""
+        self._streams.shards_written()
+
     def gather(self, *, unit: str, phase: str) -> None:
         """Issue the all-gather of the shards, or of the reshard group's shards."""
         kept = self.group_shard

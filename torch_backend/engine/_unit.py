@@ -169,7 +169,8 @@ class Unit:
 
     def _adopt(self) -> None:
         for bucket in self.buckets:
-            bucket.registrar.adopt()
+            if bucket.registrar.adopt():
+                bucket.shard_written()
 
     def _gather(self, phase: str) -> None:
         try:

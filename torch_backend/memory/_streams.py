@@ -3,7 +3,8 @@
 [Note: streams] Three streams are used: the user's stream for computation, `unshard` for casts and all-gathers of shards, and
 `reduce` for gradient reductions. The host does not wait for them. Three rules make it safe to use tensors across streams:
 
-- an all-gather waits for writes to the shards (by an optimizer or a user), once per step and when a user asks for parameters;
+- an all-gather waits for writes to the shards (by an optimizer or a user), once per step, when a user asks for parameters, and
+  after data that a user assigned was copied into a shard;
 - unsharded memory belongs to the unshard stream. When it is freed, the allocator keeps it until the computing stream has passed
   this point, so all-gathers overlap with computation. With `limit_all_gathers` the host blocks (RateLimiter), which bounds the
   memory;
@@ -125,7 +126,8 @@ class DeviceStreams(Streams):
 
     def before_free(self, tensor: Tensor, *, limited: bool) -> None:
         computing = self._computing()
-        tensor.record_stream(computing)
+        if not tensor.is_meta:  # as the memory of shards on meta is, whatever the device of computation
+            tensor.record_stream(computing)
         if limited:
             self._limiter.freed(computing.record_event())
 

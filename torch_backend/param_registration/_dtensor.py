@@ -92,10 +92,10 @@ class DTensorRegistrar(ShardedParams):
                 shown.append(_parameter(local, DTensorSpec(mesh, placements, meta), self.params[i].requires_grad))
         register(self._places, shown)
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Adopt local tensors that were moved or assigned, and parameters that were replaced."""
         self._take_new_objects(self._check_dtensor)
-        self._adopt_locals()
+        return self._adopt_locals()
 
     def adopt_loaded(self) -> None:
         """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer
@@ -103,11 +103,12 @@ class DTensorRegistrar(ShardedParams):
         self._take_back_places(self._check_dtensor)
         self._adopt_locals()
 
-    def _adopt_locals(self) -> None:
+    def _adopt_locals(self) -> bool:
         # Almost always nothing was moved or assigned, and this is asked at each all-gather.
         current = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]
         if list(map(Tensor.data_ptr, current)) == self._known and not any(map(hasattr, current, _EXTENDED)):
-            return
+            return False
+        writes = False
         for i, (param, known) in enumerate(zip(self.params, self._known, strict=True)):
             local = param._local_tensor  # type: ignore[attr-defined]
             if hasattr(local, next(_EXTENDED)):
@@ -116,6 +117,8 @@ class DTensorRegistrar(ShardedParams):
             if local.data_ptr() != known and not self._store.holds(i, local):
                 self._store.take(i, local, self._local_shapes[i])
                 param._local_tensor = self._own_locals()[i]  # type: ignore[attr-defined]
+                writes = True
+        return writes
 
     def _take_over(self, param: nn.Parameter, other: nn.Parameter) -> None:
         # A DTensor's data is the tensor that it wraps.

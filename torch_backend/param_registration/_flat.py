@@ -143,10 +143,12 @@ class FlatRegistrar:
     def write_grads(self, full: Sequence[Tensor | None]) -> None:
         """None were shown."""
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Adopt a flat parameter that was moved or assigned."""
-        if self.flat_param.data_ptr() != self._store.buffer.data_ptr():  # both are 0 without elements
-            adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
+        if self.flat_param.data_ptr() == self._store.buffer.data_ptr():  # both are 0 without elements
+            return False
+        adopt_data(self.flat_param, self._store.buffer, FLAT_PARAM, self._store.rank)
+        return True
 
     def deregister(self) -> None:
         """The flat parameter is not registered."""

@@ -123,12 +123,15 @@ class OriginalRegistrar(RegisteredParams):
             elif param.grad is not None:
                 param.grad.zero_()
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Adopt parameters that were moved, assigned or replaced."""
+        writes = False
         self._take_back_places(self._check_plain)
         for i, (param, piece) in enumerate(zip(self.params, self._pieces, strict=True)):
             if param.data_ptr() != piece.data_ptr():  # both are 0 without elements
                 adopt_data(param, piece, self._store.layout.params[i].name, self._store.rank)
+                writes = True
+        return writes
 
     def _check_plain(self, i: int, other: nn.Parameter) -> None:
         if isinstance(other, DTensor):

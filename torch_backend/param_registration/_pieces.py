@@ -56,8 +56,9 @@ class PieceRegistrar(ShardedParams):
         super().__init__(owned, store, leaves, params)
         self.show_sharded()
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Adopt data that was assigned or moved, and parameters that were replaced."""
+        writes = False
         self._take_new_objects(self._check_piece)
         for i, (param, piece) in enumerate(zip(self.params, self._store.pieces, strict=True)):
             local = param.local  # type: ignore[attr-defined]
@@ -65,6 +66,8 @@ class PieceRegistrar(ShardedParams):
                 name = self._store.layout.params[i].name
                 copy_into(piece, local, name, self._store.rank, tuple(piece.shape))
                 param.data = piece_tensor(piece, self.locations[i])
+                writes = True
+        return writes
 
     def adopt_loaded(self) -> None:
         """Copy the data of parameters that load_state_dict(assign=True) registered, and register ours again, since an optimizer

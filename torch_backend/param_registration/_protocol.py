@@ -88,8 +88,8 @@ class Registrar(Protocol):
         """The reduced gradients that the optimizer reads, with padding set to 0 (R05)."""
         ...
 
-    def adopt(self) -> None:
-        """Adopt data with which the user replaced that of a sharded parameter (R25)."""
+    def adopt(self) -> bool:
+        """Adopt data with which the user replaced that of a sharded parameter (R25). Returns whether the shard was written."""
         ...
 
     def adopt_loaded(self) -> None:

@@ -150,6 +150,7 @@ def test_each_call_of_a_model_is_a_step_and_no_bit_changes(tmp_path, run, name):
     assert len({found.batch(step, 0).digest for step in range(3)}) == 3
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_each_device_of_a_sharded_model_is_a_rank(tmp_path, run):
     text = (
         LINEN

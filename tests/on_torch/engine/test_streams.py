@@ -152,7 +152,9 @@ def _watch(device):
     from torch_backend.memory._gather import GatherBuffer
     from torch_backend.memory._grad_reduction import GradStore
     from torch_backend.memory._reshard_group import ReshardGroupShard
+    from torch_backend.memory._store import ShardStore
     from torch_backend.memory._streams import DeviceStreams
+    from torch_backend.param_registration import _original
     from torch_backend.ranks._collectives import Communicator
 
     real = torch.get_device_module
@@ -247,6 +249,16 @@ def _watch(device):
 
         return take
 
+    def adopted(original):
+        def adopted(*args):
+            original(*args)
+            piece = args[0].pieces[args[1]] if isinstance(args[0], ShardStore) else args[1]
+            device.access(piece, "adopting assigned data", write=True)
+
+        return adopted
+
+    patch(_original, "adopt_data", adopted)
+    patch(ShardStore, "take", adopted)
     patch(torch.Tensor, "record_stream", lambda _: lambda tensor, stream: device.kept_back.add(_key(tensor)))
     for module in (bucket, executor):
         patch(module, "streams_of", lambda _: lambda _: streams)
@@ -298,6 +310,9 @@ def _run(rank, world_size, api, fault):
             module.register_full_backward_hook(lambda m, *_: device.access(m.weight, "backward reading", write=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
+            if step == 2:
+                for param in model.parameters():
+                    param.data = param.data * 0.5
             loss = loss_of(model, step, rank)
             loss.backward()
             for param in model.parameters():

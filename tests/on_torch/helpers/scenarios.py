@@ -6,16 +6,37 @@ Each API has a table and a package of modules that fill it, one for each subject
 import dataclasses
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import EXHAUSTIVE
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import PACKAGES, Side, compare
 
+# What gloo, or torch's own FSDP2 over gloo, does not do with tensors on a GPU: processes end, or torch raises.
+NOT_ON_GPU = {
+    "expert_and_pipeline_parallel": "gloo sends no tensors of a GPU from rank to rank",
+    "tensor_parallel": "gloo has no collectives of DTensors of a GPU",
+    "state": "torch broadcasts and gathers states of a GPU by collectives that gloo has not",
+    "a_mesh_of_a_group": "the mesh of a group of gloo is on the CPU",
+    "backward_that_creates_a_graph_over_a_flat_layout": "torch's process ends",
+    "cut_on_other_dims": "torch's process ends",
+    "ignored_parameters": "torch's optimizers for GPUs take no DTensors beside tensors",
+    "outputs_in_containers": "torch frees what outputs are views of",
+    "units_with_policies_of_their_own": "torch raises of the dtypes of a matrix product",
+}
+# What torch 2.13 has, which scripts are held to, and 2.11 has not.
+OF_NEWER_TORCH = {
+    "refused_memory_that_only_one_backend_has",
+    "containers_are_indexed",
+    "refused_sharing_across_units",
+    "refused_placements_that_are_none",
+}
 EVERY = EXHAUSTIVE in os.environ
 """Whether every combination runs."""
 
@@ -50,4 +71,16 @@ def load(package: ModuleType) -> None:
 def cases(table: Mapping[str, Scenario]) -> list[Any]:
     """Parameters of a test, ordered by the number of ranks, so that tests of one world run one after another."""
     ordered = sorted(table.items(), key=lambda item: item[1].num_ranks)
-    return [pytest.param(name, id=name, marks=scenario.marks) for name, scenario in ordered]
+    return [pytest.param(name, id=name, marks=(*scenario.marks, *_skips(name, scenario))) for name, scenario in ordered]
+
+
+def _skips(name: str, scenario: Scenario) -> Iterator[pytest.MarkDecorator]:
+    if name in OF_NEWER_TORCH and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        yield pytest.mark.skip("torch 2.13 does this otherwise")
+    if DEVICE.type == "cpu":
+        return
+    subject = scenario.script.__module__.rpartition(".")[2]
+    if reason := NOT_ON_GPU.get(name, NOT_ON_GPU.get(subject)):
+        yield pytest.mark.skip(reason)
+    elif scenario.num_ranks > 2:
+        yield pytest.mark.skip("gloo adds up more than two ranks of a GPU in an order of its own")
