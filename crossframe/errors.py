@@ -52,6 +52,10 @@ class UsageError(CrossframeError):
     """Wrong use of a backend or of the command line."""
 
 
+class FailedRunError(UsageError):
+    """A training command that cannot be run, or that failed."""
+
+
 class WrongTypeError(UsageError, TypeError):
     """An argument of the wrong type. Also a TypeError, since torch raises that."""
 

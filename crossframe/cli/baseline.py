@@ -1,7 +1,5 @@
 """`crossframe baseline`: records a golden of a training run, checks later runs against it, and updates it."""
 
-import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from crossframe.cli.exit_status import AGREE
 from crossframe.cli.machine_output import MachineOutput
 from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.record import record_script
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import UsageError
 from crossframe.quoting import quote_path
 from crossframe.recording import Recording, Schedule
@@ -36,54 +35,6 @@ PERTURBED_RUNS = 8
 MAX_KB = 200
 _MOST_KB = 1 << 16
 _THIS_RUN = "this_run"
-_PYTHON, _PROCESSES = re.compile(r"python[\d.]*"), re.compile(r"--nproc[-_]per[-_]node")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command that trains.
-
-    Attributes:
-        words: as they were given.
-        script: the training script.
-        arguments: of the script.
-        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
-    """
-
-    words: tuple[str, ...]
-    script: Path
-    arguments: tuple[str, ...]
-    nproc_per_node: int | None = None
-
-    @classmethod
-    def of(cls, words: Sequence[str]) -> "Command":
-        """Parse `[python] SCRIPT ARGUMENTS` or `torchrun --nproc-per-node N SCRIPT ARGUMENTS`.
-
-        Raises:
-            UsageError: another command.
-
-        >>> Command.of(["python", "train.py", "--lr", "1"]).arguments
-        ('--lr', '1')
-        >>> Command.of(["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]).nproc_per_node
-        2
-        """
-        rest, processes = list(words), None
-        launches = bool(rest) and Path(rest[0]).name == "torchrun"
-        if rest and (launches or _PYTHON.fullmatch(Path(rest[0]).name)):
-            del rest[0]
-        while launches and rest and rest[0].startswith("-"):
-            option, _, value = rest.pop(0).partition("=")
-            if _PROCESSES.fullmatch(option):
-                value = value or (rest.pop(0) if rest else "")
-                processes = int(value) if value.isdecimal() and len(value) < 9 else 0
-            elif option != "--standalone":
-                raise UsageError(f"baseline: expected torchrun [--standalone] --nproc-per-node N SCRIPT, got {option}")
-        if not rest or rest[0].startswith("-") or (launches and not processes):
-            raise UsageError(
-                "baseline: expected a training command after --, such as -- python train.py --lr 1e-3, or "
-                f"-- torchrun --nproc-per-node 2 train.py, got {shlex.join(words)!r}"
-            )
-        return cls(tuple(words), Path(rest[0]), tuple(rest[1:]), processes)
 
 
 @dataclass(frozen=True)
@@ -105,13 +56,14 @@ class Options:
         manifest = golden.manifest
         return cls(manifest.schedule, framework or manifest.framework, bool(manifest.settings.get(FORWARD_ONLY)))
 
-    def record(self, command: Command, folder: Path, perturbed_runs: int, console: Console) -> Recording:
+    def record(self, command: TrainingCommand, folder: Path, perturbed_runs: int, console: Console) -> Recording:
         """Run the command and record it. What the script prints goes to standard error."""
         record_script(
             command.script,
             command.arguments,
             output=folder,
             framework=self.framework,
+            variables=command.variables,
             nproc_per_node=command.nproc_per_node,
             perturbed_runs=perturbed_runs,
             every=self.schedule.every,
@@ -136,7 +88,7 @@ def golden_path(given: Path | None, words: Sequence[str]) -> Path:
         return given
     if not words:
         raise UsageError("baseline: expected --golden FILE, or a training command after --, such as -- python train.py")
-    return FOLDER / f"{Command.of(words).script.stem}{SUFFIX}"
+    return FOLDER / f"{_parsed(words).script.stem}{SUFFIX}"
 
 
 def record_golden(
@@ -170,7 +122,7 @@ def record_golden(
         source = Recording.open(recording)
         made = condense(source, source.perturbed_runs(), most_bytes=1000 * max_kb)
     else:
-        command = Command.of(words)
+        command = _parsed(words)
         with tempfile.TemporaryDirectory() as temporary:
             made = _recorded(command, options, perturbed_runs, max_kb, Path(temporary, path.stem), errors)[0]
     _write(path, made, console)
@@ -255,13 +207,17 @@ def update_golden(
 
 
 def _recorded(
-    command: Command, options: Options, perturbed_runs: int, max_kb: int, folder: Path, errors: Console
+    command: TrainingCommand, options: Options, perturbed_runs: int, max_kb: int, folder: Path, errors: Console
 ) -> tuple[Golden, Recording]:
     run = options.record(command, folder, perturbed_runs, errors)
-    return condense(run, run.perturbed_runs(), most_bytes=1000 * max_kb, command=command.words), run
+    return condense(run, run.perturbed_runs(), most_bytes=1000 * max_kb, command=command.words()), run
 
 
-def _command(words: Sequence[str], golden: Recording) -> Command:
+def _parsed(words: Sequence[str]) -> TrainingCommand:
+    return TrainingCommand.parse(words, command="baseline")
+
+
+def _command(words: Sequence[str], golden: Recording) -> TrainingCommand:
     """The given command, or that of the golden."""
     if golden.golden is None:
         raise UsageError(f"{quote_path(golden.directory)}: expected a golden, got a recording; use crossframe compare")
@@ -270,7 +226,7 @@ def _command(words: Sequence[str], golden: Recording) -> Command:
             f"{quote_path(golden.directory)}: made of a recording, so its command is not known: pass the command after --, or "
             "record the run and use crossframe compare"
         )
-    return Command.of(words or golden.golden.command)
+    return _parsed(words or golden.golden.command)
 
 
 def check_limits(perturbed_runs: int, max_kb: int) -> None:

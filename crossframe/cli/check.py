@@ -1,10 +1,8 @@
 """`crossframe check A B`: what two runs differ in before training. `crossframe check RUN`: ranks that differ from the others."""
 
 import json
-import re
 import shlex
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +10,8 @@ from rich.console import Console
 from crossframe.check import Check, check_configurations, check_ranks_of, check_recordings
 from crossframe.cli.exit_status import AGREE, FOUND, UNSETTLED
 from crossframe.cli.option_values import check_size
-from crossframe.cli.record import MAX_PROCESSES, MAX_STEPS, framework_of, script_command
+from crossframe.cli.record import MAX_STEPS, framework_of, script_command
+from crossframe.cli.training_command import EXAMPLES, TrainingCommand
 from crossframe.environment import Effect
 from crossframe.environment.configuration import SUFFIXES
 from crossframe.errors import UsageError
@@ -27,75 +26,7 @@ _SHOWN = 12
 _LAST_LINES = 12
 _STATUSES = {Effect.CERTAINLY: FOUND, Effect.POSSIBLY: UNSETTLED, Effect.HARDLY: AGREE}
 _STYLES = {Effect.CERTAINLY: "bold red", Effect.POSSIBLY: "yellow", Effect.HARDLY: "green"}
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_NPROC = ("--nproc-per-node", "--nproc_per_node")
-_EXPECTED = (
-    "a recording, a configuration file "
-    f"({', '.join(SUFFIXES)}), or a command such as 'train.py --lr 1e-3' or 'torchrun --nproc-per-node 2 train.py'"
-)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command that trains.
-
-    Attributes:
-        script: of Python.
-        arguments: of the script.
-        variables: environment variables that are set before it.
-        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
-    """
-
-    script: Path
-    arguments: tuple[str, ...]
-    variables: dict[str, str]
-    nproc_per_node: int | None
-
-    @classmethod
-    def parse(cls, text: str) -> "Command":
-        """The parts of `[NAME=VALUE ...] [python | torchrun --nproc-per-node N] SCRIPT ARGUMENTS`.
-
-        Raises:
-            UsageError: a command of another form.
-
-        >>> Command.parse("OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 train.py --lr 1").nproc_per_node
-        2
-        """
-        try:
-            words = shlex.split(text)
-        except ValueError as error:
-            raise UsageError(f"check: cannot split {quote(text)} into words: {error}") from None
-        variables: dict[str, str] = {}
-        while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-            variables[found[1]] = found[2]
-            words.pop(0)
-        nproc_per_node = None
-        launcher = Path(words[0]).name if words else ""
-        if re.fullmatch(r"python(3(\.\d+)?)?", launcher):
-            words.pop(0)
-        elif launcher == "torchrun":
-            nproc_per_node, words = _of_torchrun(words[1:])
-        if not words or not words[0].endswith(".py"):
-            raise UsageError(f"check: expected {_EXPECTED}; got {quote(text)}")
-        return cls(Path(words[0]), tuple(words[1:]), variables, nproc_per_node)
-
-
-def _of_torchrun(words: list[str]) -> tuple[int, list[str]]:
-    """The number of processes, and the words from the script on."""
-    number = "1"
-    while words and words[0].startswith("-"):
-        option, equals, value = words.pop(0).partition("=")
-        if option in _NPROC:
-            number = value if equals else words.pop(0) if words else ""
-        elif option != "--standalone":
-            raise UsageError(
-                f"check: of torchrun's options expected --nproc-per-node and --standalone, got {quote(option)}; for several "
-                "nodes use a Recorder in the script and check the recording"
-            )
-    if not number.isdecimal():
-        raise UsageError(f"check: torchrun --nproc-per-node: expected a number of processes, got {quote(number)}")
-    check_size("nproc-per-node", int(number), 1, MAX_PROCESSES)
-    return int(number), words
+_EXPECTED = f"a recording, a configuration file ({', '.join(SUFFIXES)}), or a command such as {EXAMPLES}"
 
 
 def check(
@@ -148,7 +79,13 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
         return Path(text)
     if Path(text).is_dir():
         raise UsageError(f"check: expected {_EXPECTED}; {text} is a folder without a recording")
-    command = Command.parse(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"check: cannot split {quote(text)} into words: {error}") from None
+    command = TrainingCommand.parse(words, command="check")
+    if command.script.suffix != ".py":
+        raise UsageError(f"check: expected {_EXPECTED}; got {quote(text)}")
     framework = framework_of(command.script, None, command.nproc_per_node, command="check")
     options = {
         "directory": str(directory.resolve()),

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from crossframe.baseline import condense
-from crossframe.cli.baseline import FOLDER, MAX_KB, PERTURBED_RUNS, Command, Options, check_limits
+from crossframe.cli.baseline import FOLDER, MAX_KB, PERTURBED_RUNS, Options, check_limits
 from crossframe.cli.compare import answer
 from crossframe.cli.console import PlainConsole
 from crossframe.cli.exit_status import AGREE
 from crossframe.cli.record import MODULES
 from crossframe.cli.script_imports import is_of_jax
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import UsageError
 from crossframe.quoting import quote
 from crossframe.recording import Recording, Schedule
@@ -126,7 +127,7 @@ class Training:
         self, script: str | Path | None, args: Sequence[str], nproc_per_node: int | None
     ) -> Callable[[Options, Path, int], Recording]:
         assert script is not None
-        command = Command((), self.folder / script, tuple(map(str, args)), nproc_per_node)
+        command = TrainingCommand(self.folder / script, tuple(map(str, args)), nproc_per_node=nproc_per_node)
         return lambda options, folder, perturbed_runs: options.record(
             command, folder, perturbed_runs, PlainConsole(file=io.StringIO())
         )

@@ -3,16 +3,18 @@
 import json
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
 from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.script_imports import is_of_jax
-from crossframe.errors import UsageError
+from crossframe.cli.training_command import MAX_PROCESSES, assignments
+from crossframe.errors import FailedRunError, UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD
@@ -23,7 +25,6 @@ MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorde
 """The module of each framework that records a script in its process."""
 DENSE, DENSE_FORWARD = 2, 16
 _DETAILS = ("full", "sketch", "auto")
-MAX_PROCESSES = 1024
 MAX_STEPS = 10**9
 
 
@@ -32,12 +33,14 @@ def record_script(
     arguments: Sequence[str],
     *,
     output: Path | None,
+    variables: Mapping[str, str] = MappingProxyType({}),
     framework: str | None = None,
     nproc_per_node: int | None,
     perturbed_runs: int,
     every: int,
     dense: int | None = None,
     windows: Sequence[tuple[int, int]],
+    stop_after: int | None = None,
     forward: bool = False,
     detail: str = "auto",
     overwrite: bool,
@@ -49,10 +52,12 @@ def record_script(
 
     Args:
         output: where the recording goes. None: runs/ and the script's name.
+        variables: environment variables that are set for the script.
         framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
         dense: number of steps that are dense, from the first. None: DENSE, or DENSE_FORWARD with `forward`.
         windows: (start, stop) of further steps that are dense.
+        stop_after: number of steps after which the script is ended; None: it runs to its end.
         forward: record calls of the model, with gradients or without, instead of training.
         detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
@@ -61,7 +66,8 @@ def record_script(
 
     Raises:
         ModuleNotFoundError: the framework is not installed.
-        UsageError: no such script; options that do not fit; a run that failed.
+        FailedRunError: there is no such script, or it failed.
+        UsageError: options that do not fit.
     """
     stated, framework = framework, framework_of(script, framework, nproc_per_node)
     if dense is None:
@@ -93,7 +99,7 @@ def record_script(
     command += window_arguments(windows)
     if detail != "auto":
         command += ["--detail", detail]
-    command_text = shlex.join(command + (["--", *arguments] if arguments else []))
+    command_text = assignments(variables) + shlex.join(command + (["--", *arguments] if arguments else []))
     first = _missing(directory, command_text, perturbed_runs) if top_up else 0
     for perturbed_run in range(first, perturbed_runs + 1):
         options = {
@@ -103,15 +109,16 @@ def record_script(
             "windows": windows,
             "detail": detail,
             "perturbed_run": perturbed_run,
+            "stop_after": stop_after,
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
         } | ({"forward_only": True} if forward else {})
         program = script_command(framework, script, arguments, options, nproc_per_node)
-        status, _ = run(program, prints_to_stderr=prints_to_stderr)
+        status, _ = run(program, prints_to_stderr=prints_to_stderr, environment=variables)
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
-            raise UsageError(f"{what} was not recorded, or not to its end: {how}")
+            raise FailedRunError(f"{what} was not recorded, or not to its end: {how}")
         console.print(
             f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
             highlight=False,
@@ -126,10 +133,11 @@ def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *
 
     Raises:
         ModuleNotFoundError: the framework is not installed.
-        UsageError: no such script or framework, or processes for a script of JAX.
+        FailedRunError: no such script.
+        UsageError: no such framework, or processes for a script of JAX.
     """
     if not script.is_file():
-        raise UsageError(f"{command}: expected the path of a training script, but {script} is not a file")
+        raise FailedRunError(f"{command}: expected the path of a training script, but {script} is not a file")
     if stated not in (None, *MODULES):
         raise UsageError(f"{command}: --framework: expected torch or jax, got {stated!r}")
     framework = stated or ("jax" if is_of_jax(script) else "torch")

@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from crossframe.baseline import condense
-from crossframe.cli.baseline import MAX_KB, PERTURBED_RUNS, Command, Options
+from crossframe.cli.baseline import MAX_KB, PERTURBED_RUNS, Options
 from crossframe.cli.console import PlainConsole
 from crossframe.cli.fixture import InProcess
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import UsageError
 from crossframe.recording import Recording, Schedule
 from crossframe.verdict import PairVerdict, compare
@@ -144,7 +145,7 @@ def measure_harmless(names: Sequence[str], output: Path, console: Console) -> No
 
 def _in_processes(name: str, change: object, options: Options, folder: Path) -> Recording:
     world_size = change.world_size  # type: ignore[attr-defined]
-    command = Command((), SCRIPT, (name,), world_size if world_size > 1 else None)
+    command = TrainingCommand(SCRIPT, (name,), nproc_per_node=world_size if world_size > 1 else None)
     before = os.environ.get("PYTHONPATH")
     if change.packages:  # type: ignore[attr-defined]
         if OTHER_PACKAGES not in os.environ:

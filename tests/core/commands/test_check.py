@@ -1,6 +1,7 @@
 """`crossframe check` on recordings and configuration files, and what `compare` says of environments."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from crossframe.check import check_recordings
-from crossframe.cli.check import Command
 from crossframe.cli.commands import app
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.environment import Environment
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
@@ -152,13 +153,17 @@ def test_wrong_use_exits_with_2(tmp_path, monkeypatch, arguments, expected):
 
 
 def test_commands_are_parsed():
-    found = Command.parse("A=1 torchrun --standalone --nproc_per_node 2 train.py --lr 'a b'")
+    def parse(text):
+        return TrainingCommand.parse(shlex.split(text), command="check")
+
+    found = parse("A=1 torchrun --standalone --nproc_per_node 2 train.py --lr 'a b'")
     assert (found.script.name, found.arguments, found.variables, found.nproc_per_node) == (
         "train.py",
         ("--lr", "a b"),
         {"A": "1"},
         2,
     )
-    assert Command.parse("python3.11 t.py").nproc_per_node is None
-    with pytest.raises(UsageError, match="expected a recording"):
-        Command.parse("python -m train")
+    assert parse(str(found)) == TrainingCommand.parse(found.words(), command="check") == found
+    assert parse("python3.11 t.py").nproc_per_node is None
+    with pytest.raises(UsageError, match="check: expected a training command"):
+        parse("python -m train")
