@@ -12,12 +12,12 @@ from rich.console import Console
 
 from crossframe.baseline import condense
 from crossframe.cli.compare import answer
-from crossframe.cli.exit_status import AGREE
+from crossframe.cli.exit_status import AGREE, SKIP, git_bisect_status
 from crossframe.cli.machine_output import MachineOutput
 from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.record import record_script
 from crossframe.cli.training_command import TrainingCommand
-from crossframe.errors import UsageError
+from crossframe.errors import FailedRunError, UsageError
 from crossframe.quoting import quote_path
 from crossframe.recording import Recording, Schedule
 from crossframe.recording.golden_file import SUFFIX, Golden
@@ -134,6 +134,7 @@ def check_golden(
     golden: Path | None,
     output: Path | None,
     bitwise: bool,
+    git_bisect: bool = False,
     machine: MachineOutput,
     console: Console,
     errors: Console,
@@ -144,14 +145,21 @@ def check_golden(
         words: the command; empty: that of the golden.
         output: folder for the recording and the report. None: one in `CHECKS`.
         bitwise: see `crossframe.verdict.compare`.
+        git_bisect: return a status for `git bisect run`: 0, 1, or 125 if the command fails or the verdict is undecided.
     """
     path = golden_path(golden, words)
     opened = Recording.open(path)
     command = _command(words, opened)
     folder = output or CHECKS / path.stem
-    run = Options.of(opened).record(command, folder / _THIS_RUN, 0, errors)
+    try:
+        run = Options.of(opened).record(command, folder / _THIS_RUN, 0, errors)
+    except FailedRunError as error:
+        if not git_bisect:
+            raise
+        errors.print(f"skipped: {error}")
+        return SKIP
     has_pages = find_spec("jinja2") is not None and find_spec("matplotlib") is not None
-    return answer(
+    status = answer(
         [(opened, run)],
         folder if has_pages else None,
         bitwise=bitwise,
@@ -159,6 +167,7 @@ def check_golden(
         file=path,
         console=console,
     )
+    return git_bisect_status(status) if git_bisect else status
 
 
 def update_golden(

@@ -12,7 +12,7 @@ import typer
 import crossframe
 from crossframe.cli.compare import answer, equal_as_stated
 from crossframe.cli.console import console, errors, exit_on_error
-from crossframe.cli.exit_status import AGREE, FOUND
+from crossframe.cli.exit_status import ABORT, AGREE, FOUND, WRONG_USE
 from crossframe.cli.machine_output import MachineOutput
 from crossframe.cli.misplaced_options import CommandWithScript
 from crossframe.errors import UsageError
@@ -275,6 +275,13 @@ def check_baseline(
             "--bitwise", help="Exit with status 5 if the same program computes other bits, even within rounding."
         ),
     ] = False,
+    git_bisect: Annotated[
+        bool,
+        typer.Option(
+            "--git-bisect",
+            help="Exit statuses for git bisect run: 0 good, 1 bad, 125 undecided or a failed run (skip), 128 wrong use (stop).",
+        ),
+    ] = False,
     as_json: AsJson = False,
     junit: Junit = None,
     github: Github = False,
@@ -288,13 +295,14 @@ def check_baseline(
     """
     from crossframe.cli.baseline import check_golden
 
-    with exit_on_error():
+    with exit_on_error(ABORT if git_bisect else WRONG_USE):
         raise typer.Exit(
             check_golden(
                 context.args,
                 golden=golden,
                 output=output,
                 bitwise=bitwise,
+                git_bisect=git_bisect,
                 machine=MachineOutput(as_json, junit, github),
                 console=console,
                 errors=errors,

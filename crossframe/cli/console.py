@@ -12,6 +12,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from crossframe.cli.exit_status import WRONG_USE
 from crossframe.errors import CrossframeError
 from crossframe.processes import received_signal
 
@@ -80,8 +81,8 @@ def complain(message: str) -> None:
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Turns errors of input and of resources into one message and exit status 2, without a traceback."""
+def exit_on_error(status: int = WRONG_USE) -> Iterator[None]:
+    """Turns errors of input and of resources into one message and an exit status, without a traceback."""
     try:
         yield
     except typer.Exit:
@@ -94,7 +95,7 @@ def exit_on_error() -> Iterator[None]:
     except Exception as error:
         if received_signal() is None:
             complain(_message(error))
-        raise typer.Exit(2) from None
+        raise typer.Exit(status) from None
 
 
 def run_command(command: Any, arguments: Sequence[str], name: str = "crossframe") -> int:
