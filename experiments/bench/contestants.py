@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_backend
@@ -56,6 +58,9 @@ def _fsdp2(
     if dtypes is not None:
         policy = getattr(package, _FSDP2_POLICY)
         options["mp_policy"] = policy(param_dtype=dtypes.computed, reduce_dtype=dtypes.reduced)
+    # Without a mesh the model would move to a GPU, where there is one.
+    device = next(module.parameters()).device.type
+    options.setdefault("mesh", init_device_mesh(device, (dist.get_world_size(),)))
     for inner in module.modules():
         if type(inner) in units:
             package.fully_shard(inner, **options)

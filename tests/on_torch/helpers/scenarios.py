@@ -26,6 +26,8 @@ NOT_ON_GPU = {
     "a_mesh_of_a_group": "the mesh of a group of gloo is on the CPU",
     "backward_that_creates_a_graph_over_a_flat_layout": "torch's process ends",
     "cut_on_other_dims": "torch's process ends",
+    "data_and_gradients_are_replaced-orig": "torch copies assigned data into shards, and does not wait before it gathers them",
+    "from_meta_by_reset_parameters": "DTensors draw numbers on a GPU by a state that the first of both implementations sets",
     "ignored_parameters": "torch's optimizers for GPUs take no DTensors beside tensors",
     "outputs_in_containers": "torch frees what outputs are views of",
     "units_with_policies_of_their_own": "torch raises of the dtypes of a matrix product",
