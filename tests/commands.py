@@ -8,7 +8,7 @@ from crossframe.cli import entry
 from crossframe.cli.commands import app as product
 from experiments.cli.commands import app as research
 
-PRODUCT = ("record", "baseline", "compare", "explain", "inspect", "layout", "plan")
+PRODUCT = ("record", "baseline", "bisect", "check", "compare", "explain", "inspect", "layout", "plan")
 
 
 def module_of(command: str) -> str:

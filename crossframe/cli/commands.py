@@ -158,6 +158,10 @@ def record(
 def compare(
     a: Run,
     b: Annotated[Path, typer.Argument(help="Directory of another recording.", show_default=False)],
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Further recordings: all are grouped by agreement.", show_default=False),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html. Default: none")] = None,
     steps: Steps = None,
     repeat: Annotated[
@@ -174,6 +178,8 @@ def compare(
 ) -> None:
     """Compare two recordings, or two checkpoints, and say whether their difference is rounding or a bug.
 
+    More than two recordings are grouped by agreement.
+
     Parameters and modules with different names are matched by their values, or by --map.
 
     Checkpoints are those of save_checkpoint, safetensors files, torch.distributed.checkpoint, torch.save and orbax.
@@ -186,6 +192,15 @@ def compare(
     from crossframe.cli.checkpoints import are_checkpoints, compare_stored
 
     with exit_on_error():
+        if others:
+            from crossframe.cli.compare_many import compare_many
+
+            given = {"--output": output, "--repeat": repeat, "--junit": junit, "--github": github, "--verify": verify}
+            if odd := [name for name, value in given.items() if value]:
+                raise UsageError(f"compare: {', '.join(odd)}: for two recordings, got {2 + len(others)}")
+            param_map = None if map_file is None else ParamMap.load(map_file)
+            runs = [a, b, *others]
+            raise typer.Exit(compare_many(runs, steps=steps, param_map=param_map, as_json=as_json, console=console))
         if are_checkpoints(a, b):
             given = {"--output": output, "--steps": steps, "--repeat": repeat, "--map": map_file, "--verify": verify}
             raise typer.Exit(compare_stored(a, b, given=given, as_json=as_json, console=console))
@@ -331,6 +346,67 @@ def update_baseline(
                 perturbed_runs=perturbed_runs,
                 max_kb=max_kb,
                 yes=yes,
+                console=console,
+                errors=errors,
+            )
+        )
+
+
+@app.command(cls=CommandWithScript, context_settings={"allow_extra_args": True}, options_metavar="[OPTIONS] -- A -- B")
+def bisect(
+    context: typer.Context,
+    settings: Annotated[
+        bool,
+        typer.Option(
+            "--settings", help="Find the settings that make the runs diverge, instead of the step and the operator."
+        ),
+    ] = False,
+    output: Annotated[
+        Path, typer.Option(help="Folder of all recordings. Runs that are in it are not repeated.")
+    ] = Path("runs/bisect"),
+    framework: Annotated[
+        str | None, typer.Option(help="torch or jax. Default: jax if the script imports JAX and not torch")
+    ] = None,
+    every: Annotated[int, typer.Option(help="Record the tensors of every so many steps, at first.")] = 100,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of steps after which commands are ended. Default: none")
+    ] = None,
+    perturbed_runs: Annotated[
+        int, typer.Option(help="Further runs of A that only round otherwise: they measure rounding.")
+    ] = 0,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="Words that make a command go on from a checkpoint, such as '--resume checkpoints/{side}/{step}.pt': {step} is "
+            "the number of steps that are done, {side} a or b. Default: commands run from their start",
+            show_default=False,
+        ),
+    ] = "",
+    timeout: Annotated[float, typer.Option(help="Time limit of each run that is traced, in seconds.")] = 600.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the runs of another search.")] = False,
+) -> None:
+    """Find the step at which two training commands part, and the operator that causes it; or the settings that make them.
+
+    A and B are commands such as train.py --lr 1e-3, or A=1 torchrun --nproc-per-node 2 train.py. Both are recorded, at first a
+    few steps, then the steps in which they part, and explained.
+
+    With --settings, A is run with some of the environment variables, options and configuration keys of B, until minimal sets
+    that make the runs diverge are found.
+
+    Exit status: 0 the runs agree, 1 they diverge, 2 wrong use or a run that fails, 3 undecided, 4 different runs.
+    """
+    from crossframe.cli.bisect import Options
+    from crossframe.cli.bisect import bisect as bisect_commands
+
+    with exit_on_error():
+        raise typer.Exit(
+            bisect_commands(
+                context.args,
+                settings=settings,
+                output=output,
+                framework=framework,
+                options=Options(every, steps, perturbed_runs, resume, timeout),
+                overwrite=overwrite,
                 console=console,
                 errors=errors,
             )

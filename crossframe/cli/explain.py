@@ -18,6 +18,7 @@ from rich.console import Console
 
 from crossframe.cli.option_values import put, write_svg
 from crossframe.cli.record import script_command
+from crossframe.cli.training_command import split_variables
 from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
@@ -201,8 +202,9 @@ def _traced(recording: Recording, request: Request, timeout: float, console: Con
     try:
         num_processes = recording.manifest.world_size if recording.manifest.framework == "torch" else 1
         framework = recording.manifest.framework
-        command = command_of(shlex.split(command_text), directory / "recording", num_processes, framework)
-        environment = request.to_environment() | _devices(recording)
+        variables, stated = split_variables(shlex.split(command_text))
+        command = command_of(stated, directory / "recording", num_processes, framework)
+        environment = variables | request.to_environment() | _devices(recording)
         status, printed = run(command, captured=True, environment=environment, timeout=timeout)
     except TimeoutError as error:
         raise UsageError(f"{how}: {error}; allow more with --timeout") from None

@@ -2,8 +2,11 @@
 
 import configparser
 import hashlib
+import io
+import json
 import re
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +27,70 @@ def read_configuration(path: Path) -> dict[str, Fact]:
     Raises:
         UsageError: a file that cannot be read, that is of another format than its suffix states, or YAML without a parser.
     """
+    return {key: hidden(key, value) for key, value in flattened(parse_configuration(path))}
+
+
+def parse_configuration(path: Path) -> Any:
+    """The content of a configuration file.
+
+    Raises:
+        UsageError: as of `read_configuration`.
+    """
     try:
         content = read_bytes(path, _LARGEST)
     except FileError as error:
         raise UsageError(f"{error}; expected a configuration file") from None
     try:
-        found = dict(flattened(_parsed(content.decode(), path.suffix.lower())))
+        return _parsed(content.decode(), path.suffix.lower())
     except UsageError as error:
         raise UsageError(f"{quote_path(path)}: {error}") from None
     except Exception as error:  # each parser has errors of its own
         raise UsageError(
             f"{quote_path(path)}: expected {path.suffix.lstrip('.')}, cannot parse it: {quote_error(error)}"
         ) from None
-    return {key: hidden(key, value) for key, value in found.items()}
+
+
+def format_configuration(values: dict[str, Any], suffix: str) -> str:
+    """A configuration file with these values.
+
+    Args:
+        suffix: one of SUFFIXES.
+
+    Raises:
+        UsageError: a value that the format cannot state.
+
+    >>> print(format_configuration({"seed": 1, "optimizer": {"lr": 0.1, "name": "adamw"}}, ".toml"))
+    "seed" = 1
+    "optimizer" = {"lr" = 0.1, "name" = "adamw"}
+    <BLANKLINE>
+    """
+    if suffix == ".json":
+        return json.dumps(values, indent=1) + "\n"
+    if suffix == ".toml":
+        return "".join(f"{json.dumps(key)} = {_toml(value)}\n" for key, value in values.items())
+    if suffix in (".ini", ".cfg"):
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read_dict(values)
+        text = io.StringIO()
+        parser.write(text)
+        return text.getvalue()
+    from yaml import safe_dump  # it has parsed the files
+
+    return safe_dump(values, sort_keys=False)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value)
+    if isinstance(value, int | float):
+        return str(value)  # also inf and nan
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise UsageError(f"a TOML file cannot state {value!r}")
 
 
 def hidden(key: str, value: Fact) -> Fact:

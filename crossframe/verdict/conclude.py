@@ -136,9 +136,10 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
             golden = shlex.quote(str(recording.directory))
             return f"measure rounding with `crossframe baseline update --golden {golden} --perturbed-runs {num_runs}`"
         if isinstance(command := recording.manifest.settings.get(COMMAND), str):
-            if command.startswith((RECORD, TRAIN)):
+            records = f"{RECORD} " in command.partition(" -- ")[0]  # variables may come first
+            if records or command.startswith(TRAIN):
                 ours, dashes, of_script = command.partition(" -- ")
-                keep = "--top-up" if command.startswith(RECORD) else "--overwrite"
+                keep = "--top-up" if records else "--overwrite"
                 again = f"`{ours} --output {recording.directory} {keep} --perturbed-runs {num_runs}{dashes}{of_script}`"
             else:
                 first = 1 + len(recording.perturbed_runs())
