@@ -68,6 +68,10 @@ def main(run: Callable[..., int]) -> int:
     options, script, *arguments = sys.argv[1:]
     given: dict[str, Any] = json.loads(options)
     given["windows"] = [tuple(window) for window in given["windows"]]
+    if (watch := given.pop("watch", None)) is not None:
+        from crossframe.monitoring import Monitor
+
+        given["monitor"] = Monitor(**watch)
     try:
         return run(script, arguments, **given)
     except KeyboardInterrupt:

@@ -70,6 +70,10 @@ GoldenFile = Annotated[
     Path | None, typer.Option("--golden", help="The golden. Default: baselines/ and the script's name")
 ]
 MaxKb = Annotated[int, typer.Option(help="Maximum size of the golden in kB.")]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(help="A golden, or a recording with perturbed runs, whose spread the watched run must not leave."),
+]
 Svg = Annotated[Path | None, typer.Option(help="File for a drawing. Default: none")]
 
 
@@ -131,6 +135,10 @@ def record(
     top_up: Annotated[
         bool, typer.Option("--top-up", help="Keep the recording, and record only the perturbed runs that it lacks.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Log alarms while it trains, and record densely after one.")
+    ] = False,
+    baseline: Baseline = None,
 ) -> None:
     """Run an unchanged training script and record its training."""
     from crossframe.cli.record import record_script
@@ -150,6 +158,8 @@ def record(
             detail=detail,
             overwrite=overwrite,
             top_up=top_up,
+            watch=watch,
+            baseline=baseline,
             console=console,
         )
 
@@ -464,6 +474,31 @@ def inspect(
         else:
             print_inspection(console, found)
         raise typer.Exit(FOUND if found.is_faulty else AGREE)
+
+
+@app.command()
+def watch(
+    run: Run,
+    baseline: Baseline = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and exit.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Stop if no step has ended for this many seconds. Default: wait")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, when the run has ended.")] = False,
+) -> None:
+    """Show a run while it is being recorded, with alarms, until it ends.
+
+    Alarms: NaN and infinity, ranks that disagree, a loss that leaves its past, gradients that vanish or explode, parameters that
+    moved as the optimizer does not move them, and leaving the spread of a baseline.
+
+    Exit status: 0 no alarm, 1 alarms, 2 wrong use, 3 no alarm, but the run did not end within the timeout.
+    """
+    from crossframe.cli.watch import watch as watch_run
+
+    with exit_on_error():
+        raise typer.Exit(
+            watch_run(run, baseline=baseline, once=once, timeout=timeout, as_json=as_json, console=console)
+        )
 
 
 @app.command()

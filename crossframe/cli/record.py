@@ -45,6 +45,8 @@ def record_script(
     detail: str = "auto",
     overwrite: bool,
     top_up: bool = False,
+    watch: bool = False,
+    baseline: Path | None = None,
     prints_to_stderr: bool = False,
     console: Console,
 ) -> None:
@@ -62,6 +64,8 @@ def record_script(
         detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
         top_up: keep the recording and its perturbed runs, and record only those that are missing.
+        watch: judge the run while it is recorded, and log alarms (`crossframe.monitoring.Monitor`).
+        baseline: of the monitor.
         prints_to_stderr: send what the script prints to standard error.
 
     Raises:
@@ -82,6 +86,8 @@ def record_script(
     if detail not in _DETAILS:
         raise UsageError(f"record: --detail: expected {', '.join(_DETAILS[:-1])} or {_DETAILS[-1]}, got {detail!r}")
     check_perturbed_runs(perturbed_runs)
+    if baseline is not None and not watch:
+        raise UsageError("record: --baseline is what --watch compares the run with; pass --watch too")
     directory = output or Path("runs", script.stem)
     there = (directory / MANIFEST_NAME).exists()
     if there and not overwrite and not top_up:
@@ -113,6 +119,8 @@ def record_script(
             "overwrite": overwrite or perturbed_run > 0,
             "settings": {COMMAND: command_text},
         } | ({"forward_only": True} if forward else {})
+        if watch and not perturbed_run:
+            options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         program = script_command(framework, script, arguments, options, nproc_per_node)
         status, _ = run(program, prints_to_stderr=prints_to_stderr, environment=variables)
         if status:

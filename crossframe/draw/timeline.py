@@ -28,7 +28,7 @@ _LETTERS = {
     ALL_REDUCE: "a",
 }
 _INDENT = 15
-_HEIGHTS = "▁▂▃▄▅▆▇█"
+HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def plan_text(cost: Cost, *, width: int = 100) -> str:
@@ -151,8 +151,8 @@ def _sparkline(cost: Cost, total: float, width: int) -> str:
         first = min(width - 1, int(at / total * width))
         for cell in range(first, max(first + 1, math.ceil(until / total * width))):
             highest[cell] = max(highest[cell], span.memory_bytes)
-    eighths = (math.ceil(len(_HEIGHTS) * each / peak) for each in highest)
-    return "".join(_HEIGHTS[max(1, eighth) - 1] for eighth in eighths)
+    eighths = (math.ceil(len(HEIGHTS) * each / peak) for each in highest)
+    return "".join(HEIGHTS[max(1, eighth) - 1] for eighth in eighths)
 
 
 def events_text(cost: Cost) -> str:

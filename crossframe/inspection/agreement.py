@@ -70,27 +70,39 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
     """The values on which ranks disagree, in causal order, and notes on other observations."""
     found: list[Disagreement] = []
     notes: list[str] = []
-    recorded, fed_alike = set(recording.recorded_steps()), ""
+    fed_alike = ""
     for step in range(recording.num_steps):
-        if step == 0:
-            found += [*_replicas(recording, PARAMETERS, 0), *_model_ranks(recording, PARAMETERS, 0)]
-        if step in recorded:
-            differing, edited = _unsharded(recording, step)
-            found += differing
-            if edited:
-                notes.append(
-                    f"step {step}: parameters were changed after the update of the step before, alike on all ranks: "
-                    f"{edited[0]!r}{f' and {len(edited) - 1} more' if len(edited) > 1 else ''}"
-                )
-        found += _losses(recording, step)
+        differing, edited = disagreements_at(recording, step)
+        found += differing
+        if edited:
+            more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+            notes.append(
+                f"step {step}: parameters were changed after the update of the step before, alike on all ranks: "
+                f"{edited[0]!r}{more}"
+            )
         fed_alike = fed_alike or _same_batches(recording, step)
-        if step in recorded:
-            found += [*_replicas(recording, REDUCE, step), *_model_ranks(recording, REDUCE, step)]
-        found += _norms(recording, step)
-        if step in recorded:
-            for phase in (STATE, UPDATE):
-                found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
     return found, [*notes, fed_alike] if fed_alike else notes
+
+
+def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
+    """The values of a step on which ranks disagree, in causal order, and names of parameters that were changed after the update
+    of the step before, alike on all ranks."""
+    found: list[Disagreement] = []
+    edited: list[str] = []
+    recorded = recording.is_recorded(step)
+    if step == 0:
+        found += [*_replicas(recording, PARAMETERS, 0), *_model_ranks(recording, PARAMETERS, 0)]
+    if recorded:
+        differing, edited = _unsharded(recording, step)
+        found += differing
+    found += _losses(recording, step)
+    if recorded:
+        found += [*_replicas(recording, REDUCE, step), *_model_ranks(recording, REDUCE, step)]
+    found += _norms(recording, step)
+    if recorded:
+        for phase in (STATE, UPDATE):
+            found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
+    return found, edited
 
 
 def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
@@ -180,7 +192,7 @@ def _numbers(recording: Recording, step: int, phase: str, what: str, values: Seq
 
 def _losses(recording: Recording, step: int) -> Iterator[Disagreement]:
     if recording.manifest.settings.get(LOSSES) == MEAN:
-        yield from _numbers(recording, step, "forward", "mean loss", recording.losses()[step].tolist())
+        yield from _numbers(recording, step, "forward", "mean loss", recording.losses_at(step).tolist())
 
 
 def _norms(recording: Recording, step: int) -> Iterator[Disagreement]:

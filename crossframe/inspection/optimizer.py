@@ -88,14 +88,29 @@ def optimizer_deviations(recording: Recording) -> tuple[list[Departure], list[st
     notes = _Notes()
     num = 0
     for step in recording.recorded_steps():
-        names = [name for name in recording.manifest.params if _is_whole(recording, step, name)]
-        for slot in (*MOMENTS[kind], ""):
-            checked = [each for name in names if (each := _check(recording, kind, step, name, slot)) is not None]
-            num += len(checked)
-            found += _findings(recording, step, slot, checked, notes)
+        num += _examine(recording, kind, step, found, notes)
     if not num:
         return [], ["the optimizer's steps were not examined: no two steps in a row were recorded in full"]
     return found, notes.sentences()
+
+
+def optimizer_deviations_at(recording: Recording, step: int) -> list[Departure]:
+    """The departures of a recorded step; none if the optimizer's rule is not known."""
+    kind, found = recording.manifest.settings.get("optimizer"), []
+    if kind in MOMENTS:
+        _examine(recording, kind, step, found, _Notes())
+    return found
+
+
+def _examine(recording: Recording, kind: str, step: int, found: list[Departure], notes: "_Notes") -> int:
+    """Add the departures of a step to `found`; returns the number of updates and moments that were compared with the rule."""
+    num = 0
+    names = [name for name in recording.manifest.params if _is_whole(recording, step, name)]
+    for slot in (*MOMENTS[kind], ""):
+        checked = [each for name in names if (each := _check(recording, kind, step, name, slot)) is not None]
+        num += len(checked)
+        found += _findings(recording, step, slot, checked, notes)
+    return num
 
 
 class _Notes:

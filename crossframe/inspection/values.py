@@ -76,8 +76,7 @@ def values_of(recording: Recording, step: int) -> Iterator[Value]:
     """All recorded values of a step, causes first. Values of backward are in reverse order of the parameters."""
     manifest = recording.manifest
     ranks, names = range(manifest.world_size), list(manifest.params)
-    losses = recording.losses()[step]
-    recorded = step in recording.recorded_steps()
+    losses, recorded = recording.losses_at(step), recording.is_recorded(step)
     if step == 0:
         yield from _of_parameters(recording, PARAMETERS, 0, names)
     if recorded:

@@ -152,69 +152,90 @@ class RankIndex:
         return count[place] if isinstance(count, tuple) else count
 
 
-def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
-    """Read the lines of a rank up to its last complete step; a missing file has none.
+class IndexReader:
+    """Reads the lines of a rank, also while they are being written.
 
-    Lines after the last "step" line belong to a step that never ended and are ignored, as is a last line that is incomplete
-    because the process was killed. Any other line that cannot be read raises RecordingError.
+    Lines after the last "step" line belong to a step that has not ended, and a last line without a line feed is incomplete: they
+    are left for later. Any other line that cannot be read raises RecordingError.
+
+    Attributes:
+        index: the complete steps that were read so far.
     """
-    index = RankIndex()
-    try:
-        file, size = open_regular(path, LARGEST_EVENTS)
-    except FileError as error:
-        if error.missing:
-            return index
-        raise RecordingError(f"{error}; copy the recording again, or record the run again") from None
-    with file, BufferedReader(file) as reader:  # type: ignore[arg-type]
-        _read_lines(reader, size, index, path, manifest, rank)
-    return index
+
+    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
+        self.index = RankIndex()
+        self._path, self._manifest, self._rank = path, manifest, rank
+        self._open_step: list[tuple[dict[str, Any], str]] = []
+        self._digest = hashlib.sha256()
+        self._num_lines = self._offset = 0
+
+    def read(self) -> RankIndex:
+        """Read what was written since the previous call; nothing if the file does not exist yet."""
+        try:
+            file, size = open_regular(self._path, LARGEST_EVENTS)
+        except FileError as error:
+            if error.missing:
+                return self.index
+            raise RecordingError(f"{error}; copy the recording again, or record the run again") from None
+        with file, BufferedReader(file) as reader:  # type: ignore[arg-type]
+            reader.seek(self._offset)
+            self.feed(reader, size - self._offset)
+        return self.index
+
+    def feed(self, reader: BufferedIOBase, size: int) -> None:
+        """Read lines up to `size` bytes, since a run may be appending to its file."""
+        index, manifest = self.index, self._manifest
+        while size > 0:
+            line = reader.readline(min(LONGEST_LINE, size))
+            size -= len(line)
+            where = f"{quote_path(self._path)}, line {self._num_lines + 1}"
+            if not line.endswith(b"\n"):
+                if len(line) == LONGEST_LINE:
+                    raise RecordingError(
+                        f"{where}: expected a line of at most {LONGEST_LINE} bytes; damaged, record again"
+                    )
+                if line and index.ended:
+                    raise RecordingError(
+                        f"{quote_path(self._path)}: text after the end; two runs wrote here, record the run again"
+                    )
+                return  # incomplete
+            fields = event_format.decode(
+                line, self._rank, where, manifest.framework if manifest.states_no_order else ""
+            )
+            if index.ended:
+                raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
+            if (self._num_lines == 0) != (fields["event"] == "begin"):
+                raise RecordingError(f"{where}: expected one 'begin' line, as the first; cut, record the run again")
+            match fields["event"]:
+                case "begin":
+                    if fields["manifest"] != manifest.sha256:
+                        raise RecordingError(
+                            f"{where}: written by another manifest: it was changed, or is of another run; copy the recording "
+                            "again, or record the run again"
+                        )
+                case "end":
+                    _check_end(fields, index, self._open_step, manifest, self._digest.hexdigest(), where)
+                    index.ended = True
+                case "step":
+                    _close_step(index, self._open_step, fields, manifest, where)
+                    self._open_step = []
+                case _:
+                    self._open_step.append((fields, where))
+            self._digest.update(line)
+            self._num_lines += 1
+            self._offset += len(line)
+
+
+def read_index(path: Path, manifest: Manifest, rank: int) -> RankIndex:
+    """The index of a rank up to its last complete step; a missing file has none. RecordingError as for `IndexReader`."""
+    return IndexReader(path, manifest, rank).read()
 
 
 def parse_index(content: bytes, path: Path, manifest: Manifest, rank: int) -> RankIndex:
-    """The index from the content of a rank's file; RecordingError as for `read_index`."""
-    index = RankIndex()
-    _read_lines(BytesIO(content), len(content), index, path, manifest, rank)
-    return index
-
-
-def _read_lines(reader: BufferedIOBase, size: int, index: RankIndex, path: Path, manifest: Manifest, rank: int) -> None:
-    """Read the lines that the file had when it was opened, since a run may be appending to it."""
-    open_step: list[tuple[dict[str, Any], str]] = []
-    digest, number = hashlib.sha256(), 0
-    while size:
-        line = reader.readline(min(LONGEST_LINE, size))
-        size -= len(line)
-        number += 1
-        where = f"{quote_path(path)}, line {number}"
-        if not line.endswith(b"\n"):
-            if len(line) == LONGEST_LINE:
-                raise RecordingError(f"{where}: expected a line of at most {LONGEST_LINE} bytes; damaged, record again")
-            if line and index.ended:
-                raise RecordingError(
-                    f"{quote_path(path)}: text after the end; two runs wrote here, record the run again"
-                )
-            return  # incomplete
-        fields = event_format.decode(line, rank, where, manifest.framework if manifest.states_no_order else "")
-        if index.ended:
-            raise RecordingError(f"{where}: a line after the end; two runs wrote here, record the run again")
-        if (number == 1) != (fields["event"] == "begin"):
-            raise RecordingError(f"{where}: expected one 'begin' line, as the first; cut, record the run again")
-        match fields["event"]:
-            case "begin":
-                if fields["manifest"] != manifest.sha256:
-                    raise RecordingError(
-                        f"{where}: written by another manifest: it was changed, or is of another run; copy the recording "
-                        "again, or record the run again"
-                    )
-            case "end":
-                _check_end(fields, index, open_step, manifest, digest.hexdigest(), where)
-                index.ended = True
-            case "step":
-                _close_step(index, open_step, fields, manifest, where)
-                open_step = []
-            case _:
-                open_step.append((fields, where))
-        digest.update(line)
+    """The index from the content of a rank's file; RecordingError as for `IndexReader`."""
+    reader = IndexReader(path, manifest, rank)
+    reader.feed(BytesIO(content), len(content))
+    return reader.index
 
 
 def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, before: str, where: str) -> None:

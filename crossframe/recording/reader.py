@@ -19,7 +19,7 @@ from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
-from crossframe.recording.index import Batch, RankIndex, UnequalRanks, parse_index, read_index
+from crossframe.recording.index import Batch, RankIndex, StepLines, UnequalRanks, parse_index, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sample import Sample, merged
@@ -62,6 +62,7 @@ class Recording:
         self._runs: dict[int, StepRuns] = {}
         self._kinds: dict[tuple[int, ...], StepRuns] = {}
         self._summed: dict[tuple[int, int], SummedSketches] = {}
+        self._recorded: dict[int, bool] = {}
         self._moved: frozenset[tuple[str, str]] = frozenset()
         self._views: dict[frozenset[tuple[str, str]], Recording] = {}
 
@@ -167,6 +168,19 @@ class Recording:
         view.num_steps, view._views = num_steps, {}
         return view
 
+    def grown(self, num_steps: int) -> "Recording":
+        """This recording after more of its steps were read (`crossframe.recording.live`)."""
+        view = copy.copy(self)
+        view.num_steps, view._views = num_steps, {}
+        for name in ("_steps", "backward_order"):
+            view.__dict__.pop(name, None)
+        return view
+
+    def losses_at(self, step: int) -> np.ndarray:
+        """Every rank's loss at a step: float64 of shape (world_size,)."""
+        self._check(step, 0)
+        return np.array([index.losses[step] for index in self._indexes], np.float64)
+
     def losses(self) -> np.ndarray:
         """Every rank's loss at every step: float64 of shape (num_steps, world_size)."""
         rows = [[index.losses[step] for index in self._indexes] for step in range(self.num_steps)]
@@ -178,15 +192,19 @@ class Recording:
 
     @cached_property
     def _steps(self) -> tuple[int, ...]:
-        recorded: dict[int, bool] = {}  # by the identity of the structure, which steps share
-        for index in self._indexes:
-            for own in index.lines:
-                if id(own) not in recorded:
-                    recorded[id(own)] = any(phase != event_format.PARAMETERS for phase, _, _ in own.tensors)
-        steps = range(min(index.num_steps for index in self._indexes))
+        return tuple(filter(self.is_recorded, range(min(index.num_steps for index in self._indexes))))
+
+    def is_recorded(self, step: int) -> bool:
+        """Whether the tensors of a step were recorded, by all ranks."""
         # In a golden, the first rank of a replica has the tensors of all its ranks.
         ranks = all if self.golden is None else any
-        return tuple(step for step in steps if ranks(recorded[id(index.lines[step])] for index in self._indexes))
+        return ranks(self._has_tensors(index.lines[step]) for index in self._indexes)
+
+    def _has_tensors(self, lines: StepLines) -> bool:
+        key = id(lines)  # steps share structures, which the indexes keep alive
+        if key not in self._recorded:
+            self._recorded[key] = any(phase != event_format.PARAMETERS for phase, _, _ in lines.tensors)
+        return self._recorded[key]
 
     def recorded_steps(self) -> tuple[int, ...]:
         """The steps whose tensors were recorded, by all ranks."""

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from crossframe.errors import RecordingError, UsageError
+from crossframe.monitoring import Monitor
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest, Schedule
@@ -27,6 +28,7 @@ from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
+from jax_backend.ranks._processes import gather_values
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
 from jax_backend.recorder._arrays import ArrayPieces
 from jax_backend.recorder._grid import Grid
@@ -117,6 +119,7 @@ class Recorder:
             CROSSFRAME_PERTURBED_RUN, else 0.
         forward_only: record calls of a model (`forward`), and no training.
         overwrite: replace an existing recording.
+        monitor: judges the run while it is recorded (`crossframe.monitoring.Monitor`). All processes pass an equal one.
         manifest: manifest of an existing recording, into which this process writes. It replaces all arguments about the run.
         name, dtype, strategy, learning_rate, seed, terms, settings: for the manifest. `dtype` is the compute dtype; None: that of
             most parameters. `settings` is JSON, such as {"optimizer": "AdamW", "weight_decay": 0.1}.
@@ -145,6 +148,7 @@ class Recorder:
         perturbed_run: int | None = None,
         forward_only: bool = False,
         overwrite: bool = False,
+        monitor: Monitor | None = None,
         manifest: Manifest | None = None,
         name: str = "model",
         dtype: str | None = None,
@@ -186,6 +190,7 @@ class Recorder:
             schedule, detail = Schedule(0, 10**9), "sketch"
         if self._request is not None:
             self._trace = OperatorTrace(self._request)
+        self._monitor = None if self._request is not None or self.perturbed_run else monitor
         self._about = About(
             schedule,
             detail,
@@ -237,6 +242,8 @@ class Recorder:
                 self._write_waiting(0)
         finally:
             self._writers.__exit__(kind, error, trace)
+        if self._monitor is not None:  # of the other processes, as far as they have come
+            self._monitor.judge()
 
     @property
     def grid(self) -> Grid:
@@ -252,9 +259,10 @@ class Recorder:
         """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
         self._interiors.append(interior)
 
-    def is_dense(self) -> bool:
-        """Whether the interior of the current step is recorded."""
-        return self._step < self._dense_until or self._schedule.is_dense(self._step)
+    def is_dense(self, step: int | None = None) -> bool:
+        """Whether the interior of a step is recorded; None: of the current one."""
+        step = self._step if step is None else step
+        return step < self._dense_until or self._schedule.is_dense(step)
 
     def open_window(self, num_steps: int) -> None:
         """Record everything at the next steps."""
@@ -325,8 +333,10 @@ class Recorder:
             self._start([what for what, value in given.items() if value is not None], by_rank=np.shape(loss) != ())
         assert self._writers is not None
         rates = rates_in(opt_state) if learning_rate is None else (learning_rate,)
+        records = self._writers.records(self._step)
+        judges = self._monitor is not None and self._monitor.is_due(self._step, recorded=records)
         waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
-        if self._writers.records(self._step):
+        if records:
             self._write_waiting(0)
             data = self._data_of(waiting)
             data.initial, self._initial = self._initial, None
@@ -336,13 +346,24 @@ class Recorder:
             self._writers.write(self._step, data)
         else:
             self._waiting.append(waiting)
-            self._write_waiting(_MOST_WAITING)
+            self._write_waiting(0 if judges else _MOST_WAITING)
         self._step += 1
         if self._step == 1:
             self.params = None  # free them
         self._begin_step()
         if self._trace is not None:
             self._trace.begin_step(self._step)
+        if judges:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Let the monitor judge the run. All processes do what follows: they record windows and keep checkpoints together."""
+        monitor = self._monitor
+        assert monitor is not None
+        if any(gather_values(monitor.judge())):
+            if monitor.window:
+                self.open_window(monitor.window)
+            monitor.keep_checkpoint(self._step)
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same step, recorded at each call.
@@ -505,6 +526,8 @@ class Recorder:
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._writers.state_environment()
         self._open_window()
+        if self._monitor is not None and jax.process_index() == 0:
+            self._monitor.begin(self._path)
 
     def _batches(self, batch: Any) -> dict[int, Batch]:
         grid = self._source.grid

@@ -181,14 +181,14 @@ class ScriptRecorder:
         steps = range(self._steps.number, self._steps.number + max(plan.num_steps, 1))
         if self._trace is not None:
             return self._traced(jitted, args, kwargs, steps)
-        is_dense = any(map(self._schedule.is_dense, steps))
+        is_dense = any(map(self._is_dense, steps))
         donates = jitted.donates
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
         batch = [_copied(leaves[i]) if donates else leaves[i] for i in plan.batch]
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
         more: list[Tap] | None = None
         if (is_dense and {GRADIENT, FORWARD} & {*plan.kinds}) or (
-            plan.is_incomplete and any(self._schedule.records(step, None) for step in steps)
+            plan.is_incomplete and any(self._is_dense(step) or self._schedule.records(step, None) for step in steps)
         ):
             program = jitted.program(Detail.INTERIOR if is_dense else Detail.VALUES)
             if len(steps) > 1:
@@ -231,7 +231,7 @@ class ScriptRecorder:
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
         result, tap = step.plain(args, kwargs)
-        if self._trace is None and self._schedule.is_dense(self._steps.number):
+        if self._trace is None and self._is_dense(self._steps.number):
             with_interior = step.with_interior(args, kwargs)[1]
             tap = merged([tap], [with_interior])[0]
         self._add([tap], batch)
@@ -246,7 +246,7 @@ class ScriptRecorder:
         self._is_compiled = False
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
-        return Detail.INTERIOR if self._schedule.is_dense(self._steps.number) else Detail.LOSSES
+        return Detail.INTERIOR if self._is_dense(self._steps.number) else Detail.LOSSES
 
     def replaced(self, tree: Any) -> Any:
         """A pytree with the initial parameters of this run."""
@@ -277,6 +277,11 @@ class ScriptRecorder:
     def tapped(self, taps: list[Tap]) -> None:
         """Taps outside of jit."""
         self._add(taps, [])
+
+    def _is_dense(self, step: int) -> bool:
+        """Whether the interior of a step is recorded. A monitor opens windows of the recorder."""
+        recorder = self._steps.recorder
+        return self._schedule.is_dense(step) if recorder is None else recorder.is_dense(step)
 
     def _add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
+from crossframe.monitoring import Monitor
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
@@ -22,6 +23,7 @@ from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._inputs import tensors_in
 from torch_backend.other_rounding import OtherRounding
+from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.recorder._context import RANK, Context
 from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
@@ -125,6 +127,7 @@ class Recorder(Listener):
         forward_only: record each call of the model as a step, with gradients or without; `step` is not called. The loss of a
             call is the root mean square of the first floating tensor that the model returns.
         overwrite: replace an existing recording.
+        monitor: judges the run while it is recorded (`crossframe.monitoring.Monitor`). All ranks pass an equal one.
         name: name of the model. None: that of its class.
         seed, settings: for the manifest: the seed of initial values and batches, and further settings.
         pipeline: the process group of a pipeline of which `model` is this rank's stage or stages
@@ -161,6 +164,7 @@ class Recorder(Listener):
         perturbed_run: int | None = None,
         forward_only: bool = False,
         overwrite: bool = False,
+        monitor: Monitor | None = None,
         name: str | None = None,
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -214,12 +218,18 @@ class Recorder(Listener):
             "settings": ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
         }
         self._forward_only = forward_only
+        if monitor is not None and forward_only and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UnsupportedError(
+                "Recorder: monitor with forward_only on several ranks, which may call the model at other times; use crossframe "
+                "watch instead"
+            )
         self._request, self._trace = Request.from_environment(), None
         if self._request is not None:
             # A second run that only traces operators of one step; its other records are not used.
             self._path = Path(self._request.directory, "recording") if manifest is None else self._path
             self._overwrite = True
             self._options |= {"schedule": Schedule(0, 10**9), "detail": "sketch"}
+        self._monitor = None if self._request is not None or self._perturbed_run else monitor
         self._are_given = bool(optimizers)
         self._optimizers: list[torch.optim.Optimizer] = optimizers
         self._stack = ExitStack()
@@ -272,6 +282,8 @@ class Recorder(Listener):
             self._write_waiting()
         for keeper in self._keepers:
             keeper.writer.__exit__(kind, error, trace)
+        if self._monitor is not None:  # of the other ranks, as far as they have come
+            self._monitor.judge()
 
     # Called by the loop
 
@@ -314,7 +326,8 @@ class Recorder(Listener):
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
                     keeper.after_step(self.current_step, self._optimizers, norm, part.watch, self._loss_scale)
             self._waiting.append(arguments)
-            if records or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
+            judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
+            if records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
             self.current_step += 1
             traced = self._request is not None and self.current_step > self._request.step
@@ -323,6 +336,8 @@ class Recorder(Listener):
             self._begin_step()
         if traced:
             raise SystemExit(0)
+        if judges:
+            self._judge()
 
     def open_window(self, num_steps: int) -> None:
         """Record the next `steps` steps densely. All ranks must call it at the same step.
@@ -340,6 +355,21 @@ class Recorder(Listener):
             for keeper in self._keepers:
                 keeper.writer.open_window(self.current_step + num_steps)
             self._begin_step()
+
+    def _judge(self) -> None:
+        """Let the monitor judge the run. All ranks do what follows, since they record windows and keep checkpoints together."""
+        monitor = self._monitor
+        assert monitor is not None
+        raised = monitor.judge()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            with quietly():
+                flag = torch.tensor([float(raised)], device=self._views[0].held[0].param.device)
+                Communicator(default_process_group()).sum_all(flag)
+                raised = bool(flag.item())
+        if raised:
+            if monitor.window:
+                self.open_window(monitor.window)
+            monitor.keep_checkpoint(self.current_step)
 
     # Called by hooks
 
@@ -452,6 +482,8 @@ class Recorder(Listener):
             writer.environment(environment_of(part.model, self._optimizers).to_bytes())
         for keeper in self._keepers:
             keeper.initial()
+        if self._monitor is not None and first.rank == 0 and first.writes:
+            self._monitor.begin(self._path)
         self._begin_step()
 
     def _begin_step(self) -> None:

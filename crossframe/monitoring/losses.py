@@ -1,0 +1,103 @@
+"""Finds a loss that leaves the run's own past.
+
+[Note: levels of the loss] The last m losses are compared with k earlier ones. If their order were random, all of the last m would
+exceed all of the k others with a probability of 1 / C(k + m, m), whatever their distribution is. m is the smallest number for
+which this is at most `RATE`. A falling loss makes it less likely. A spike of fewer than six steps never does it, since m is at
+least 6. Two more conditions exclude what is significant but does not matter:
+
+- The last losses are at least twice as far above the median of the others as the largest of these: a drift is no jump.
+- They undo at least `LEAST_SHARE` of what training has gained since its start.
+
+The k others are the losses before the last m, at most `MOST`, or the first ones of the run: a loss that stays above the level of
+the untrained model has diverged, however slowly.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
+
+RATE = 1e-8
+"""The probability of an alarm per step: 1e-3 in a run of 100,000 steps."""
+MOST = 64
+"""Number of earlier losses that a jump is compared with."""
+LEAST_SHARE = 0.05
+"""A choice: a jump of less is left to whoever reads the curve."""
+FARTHER = 2.0
+
+
+@cache
+def num_recent(num_earlier: int) -> int:
+    """The smallest number of losses that must all exceed this many earlier ones. See [Note: levels of the loss].
+
+    >>> num_recent(64), num_recent(15)
+    (6, 15)
+    """
+    count = 1
+    while math.comb(num_earlier + count, count) < 1 / RATE:
+        count += 1
+    return count
+
+
+FIRST = 15
+"""The number of losses that state the level at the start: the smallest that as many others can exceed significantly."""
+
+
+class LossRule:
+    """Judges a series of losses, one at a time."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=MOST + num_recent(MOST))
+        self._first: list[float] = []
+        self._level: deque[float] = deque(maxlen=num_recent(FIRST))
+        self._lowest = math.inf
+
+    def add(self, loss: float) -> str:
+        """Add a loss; returns what is wrong, as a clause, or "". Losses that are not finite are left to another rule."""
+        if not math.isfinite(loss):
+            self._losses.clear()
+            self._level.clear()
+            return ""
+        self._losses.append(loss)
+        if len(self._first) < FIRST:
+            self._first.append(loss)
+        else:
+            self._level.append(loss)
+        if len(self._level) == num_recent(FIRST):
+            self._lowest = min(self._lowest, float(np.median(self._level)))
+        return self._jump() or self._above_start()
+
+    def _jump(self) -> str:
+        num = len(self._losses)
+        earlier = next((k for k in range(min(MOST, num), FIRST - 1, -1) if k + num_recent(k) <= num), 0)
+        if not earlier:
+            return ""
+        losses = list(self._losses)
+        recent = num_recent(earlier)
+        before, last = losses[-recent - earlier : -recent], losses[-recent:]
+        lost = min(last) - float(np.median(before))
+        if not _is_above(last, before) or lost < LEAST_SHARE * self._gained():
+            return ""
+        return (
+            f"the loss jumped: the last {recent} values, {min(last):.4g} or more, all exceed the {earlier} before them, which "
+            f"are at most {max(before):.4g}"
+        )
+
+    def _above_start(self) -> str:
+        if len(self._level) < num_recent(FIRST) or not _is_above(self._level, self._first):
+            return ""
+        return (
+            f"the loss has diverged: the last {len(self._level)} values, {min(self._level):.4g} or more, all exceed the first "
+            f"{len(self._first)} of the run, which are at most {max(self._first):.4g}"
+        )
+
+    def _gained(self) -> float:
+        """What training has gained since its start."""
+        return max(float(np.median(self._first)) - self._lowest, 0.0) if math.isfinite(self._lowest) else 0.0
+
+
+def _is_above(last: Iterable[float], before: list[float]) -> bool:
+    lowest, highest, middle = min(last), max(before), float(np.median(before))
+    return lowest > highest and lowest - middle >= FARTHER * (highest - middle)
