@@ -124,10 +124,14 @@ class Follower:
         values = list(values_of(recording, step))
         numbers = _scalars(recording, step, values)
         self.losses.append(numbers.loss)
-        found = [*self._not_finite(recording, step, values), *self._ranks(recording, step)]
+        found = list(self._not_finite(recording, step, values))
+        recorded = recording.is_recorded(step)
+        if found:  # other rules would find its effects
+            self.last = numbers if recorded else self.last
+            return self._ongoing.new(step, (Kind.NOT_FINITE,), found), numbers
+        found += self._ranks(recording, step)
         if self._trains and (text := self._losses_rule.add(numbers.loss)):
             found.append(Alarm(Kind.LOSS, step, "", f"step {step}: {text}"))
-        recorded = recording.is_recorded(step)
         if recorded:
             self.last = numbers
             found += self._gradient(recording, step, numbers)

@@ -1,5 +1,5 @@
 """The research commands: parity, train, grid, faults, clean-pairs, goldens, history, kernels, parallelism, untouched, foreign,
-clients, jax-scripts, spec, bench, teach.
+clients, jax-scripts, spec, bench, teach, watching.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -24,6 +24,7 @@ from experiments.cli import kernels as kernels_cli
 from experiments.cli import parallelism as parallelism_cli
 from experiments.cli import teach as teach_cli
 from experiments.cli import untouched as untouched_cli
+from experiments.cli import watching as watching_cli
 from experiments.cli.bench import bench
 from experiments.cli.faults import add_commands
 from experiments.parity.settings import RunSettings, mesh_of
@@ -45,6 +46,7 @@ jax_scripts_cli.add_commands(app)
 kernels_cli.add_commands(app)
 parallelism_cli.add_commands(app)
 teach_cli.add_commands(app)
+watching_cli.add_commands(app)
 Model = Annotated[str, typer.Argument(help="Name of a model, for instance gpt.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option(help="Number of ranks (torch) and of devices (JAX). Default: 2, or the mesh's")

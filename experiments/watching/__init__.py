@@ -1,0 +1,1 @@
+"""Healthy and faulty runs on which the monitor's alarms are measured, once."""
