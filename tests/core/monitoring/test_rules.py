@@ -1,0 +1,123 @@
+"""The rules of alarms: what each finds, and healthy series on which it is quiet."""
+
+import math
+
+import numpy as np
+import pytest
+
+from crossframe.monitoring.alarm import QUIET_STEPS, Alarm, Kind, Ongoing
+from crossframe.monitoring.gradients import EXPLOSION, LEAST, GradientRule
+from crossframe.monitoring.losses import LossRule, num_recent
+
+CURVE = 1 + 4 * np.exp(-np.arange(400) / 60)
+NOISE = np.random.default_rng(0).normal(0, 0.05, 400)
+
+
+def alarms_of(losses):
+    """The step of the first alarm of each text, by its first words."""
+    rule, found = LossRule(), {}
+    for step, loss in enumerate(losses):
+        if text := rule.add(float(loss)):
+            found.setdefault(" ".join(text.split()[:4]), step)
+    return found
+
+
+def healthy(kind):
+    losses = CURVE + NOISE
+    match kind:
+        case "spikes":
+            losses[[50, 120, 121, 122, 123, 124, 300]] *= 20
+        case "heavy tails":
+            losses = CURVE + 0.02 * np.random.default_rng(1).standard_cauchy(400)
+        case "no progress":
+            losses = 2.3 + NOISE
+        case "drift":
+            losses[200:] += np.linspace(0, 0.3, 200)
+        case "small step":
+            losses = 2 + 0.05 * (-1.0) ** np.arange(400)
+            losses[200:] += 0.13
+        case "negative":
+            losses = losses - 10
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["falling", "spikes", "heavy tails", "no progress", "drift", "small step", "negative"])
+def test_healthy_losses_raise_no_alarm(kind):
+    assert alarms_of(healthy(kind)) == {}
+
+
+def test_a_jump_is_found_when_enough_losses_show_it():
+    losses = CURVE + NOISE
+    losses[250:] += 1.0
+    assert alarms_of(losses) == {"the loss jumped: the": 250 + num_recent(64) - 1}
+
+
+def test_a_slow_divergence_is_found_above_the_level_of_the_start():
+    losses = CURVE + NOISE
+    losses[100:] += 0.06 * np.arange(300)
+    found = alarms_of(losses)
+    assert 150 < found["the loss has diverged:"] < 300
+
+
+def test_a_jump_that_undoes_little_of_the_training_is_left_to_the_reader():
+    losses = CURVE + 0.001 * NOISE
+    losses[380:] += 0.1
+    assert alarms_of(losses) == {}
+    losses[380:] += 0.2
+    assert list(alarms_of(losses)) == ["the loss jumped: the"]
+
+
+def test_losses_that_are_not_finite_end_the_comparison():
+    losses = CURVE + NOISE
+    losses[250], losses[251:] = math.nan, losses[251:] + 1.0
+    assert alarms_of(losses) == {}
+
+
+def gradients(change, *, epsilon=None, steps=LEAST + 4):
+    """What the rule says of unit "b" at each step; `change` multiplies its gradient."""
+    rule, said = GradientRule(epsilon), []
+    for step in range(steps):
+        found = rule.add({"a": (1.0 + 0.1 * (step % 3), 100), "b": (change(step), 100)})
+        assert set(found) <= {"b"}
+        said.append(found.get("b", ""))
+    return said
+
+
+def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
+    assert not any(gradients(lambda step: 1.0 if step != 6 else EXPLOSION / 2))
+    assert not any(gradients(lambda step: 0.0 if step in (0, 6) else 1.0))  # begins with zeros, and is unused once
+    assert not any(gradients(lambda step: 1e-6 * 200.0 ** min(step, 3)))  # grows from nearly zero at the start
+    rule = GradientRule(1e-8)
+    assert not any(rule.add({"a": (10.0**-step, 9), "b": (10.0**-step, 9)}) for step in range(12))
+
+
+@pytest.mark.parametrize(
+    ("change", "epsilon", "text", "step"),
+    [
+        pytest.param(lambda s: 1.0 if s < 6 else 200.0, None, "explodes: its norm is 200", 6, id="explodes"),
+        pytest.param(lambda s: 1.0 if s < 6 else 0.0, None, "exactly zero", 7, id="zero"),
+        pytest.param(lambda s: 1.0 if s < 6 else 1e-5, None, "of the norm of all gradients", 7, id="share"),
+        pytest.param(lambda s: 1e-8, 1e-8, "the optimizer's epsilon of 1e-08", 1, id="epsilon"),
+    ],
+)
+def test_a_gradient_that_explodes_or_vanishes_is_found(change, epsilon, text, step):
+    said = gradients(change, epsilon=epsilon)
+    assert next(i for i, each in enumerate(said) if each) == step and text in said[step]
+
+
+def test_an_alarm_that_goes_on_is_raised_once_and_again_after_a_pause():
+    ongoing, raised = Ongoing(), []
+    for step in range(300):
+        holds = step in range(10, 40) or step in range(60, 70) or step >= 200
+        alarms = [Alarm(Kind.LOSS, step, "", "")] if holds else []
+        raised += [alarm.step for alarm in ongoing.new(step, [Kind.LOSS], alarms)]
+    assert raised == [10, 200] and QUIET_STEPS > 60 - 40
+
+
+def test_an_alarm_goes_on_between_recorded_steps():
+    ongoing, raised = Ongoing(), []
+    for step in range(0, 500, 10):
+        recorded = step % 100 == 0
+        alarms = [Alarm(Kind.GRADIENT, step, "block", "")] if recorded and step in (100, 200, 400) else []
+        raised += [alarm.step for alarm in ongoing.new(step, [Kind.GRADIENT] * recorded, alarms)]
+    assert raised == [100, 400]
