@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from crossframe.errors import UsageError
+from crossframe.monitoring import Monitor
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
 from experiments.bench.ranks import GLOO, on_ranks
 from experiments.bench.sizes import Sizes
@@ -22,9 +23,17 @@ ENGINES = ("our FSDP1", "torch DDP")
 # Kinds of steps differ by more than contestants do: fewer rounds tell them apart.
 ROUNDS = 15
 WITHOUT, AGAIN, BETWEEN, RECORDED = "without", "without, again", "between", "recorded"
+# The same steps with a monitor that judges each of them. By default it judges one in JUDGED_PERIOD, and each recorded one.
+JUDGED, RECORDED_JUDGED = "between, judged", "recorded, judged"
+JUDGED_PERIOD = 16
 # Each kind of step by the schedule of a recorder all of whose timed steps are such; the first step of all is recorded anyway.
 _NEVER = 10**9
-SCHEDULES = {BETWEEN: {"every": _NEVER, "dense": 0}, RECORDED: {"every": 1, "dense": 0}}
+SCHEDULES = {
+    BETWEEN: {"every": _NEVER, "dense": 0},
+    RECORDED: {"every": 1, "dense": 0},
+    JUDGED: {"every": _NEVER, "dense": 0},
+    RECORDED_JUDGED: {"every": 1, "dense": 0},
+}
 DEFAULT_PERIOD, LIMIT = 100, 1.05
 
 
@@ -48,7 +57,7 @@ def recorder_section(sizes: Sizes, engines: Sequence[str] = ()) -> Section:
         f"{sizes.gpt.context} tokens a rank, AdamW; {WORLD_SIZE} ranks of one thread, gloo; {rounds} rounds; the rank "
         f"that takes longest. With the recorder's defaults one step in {DEFAULT_PERIOD} is recorded, in sketches, of gradients, "
         "parameters and the optimizer's state; the loss and a digest of the batch are of every step. The first two steps, "
-        "which are dense, are not in this."
+        f"which are dense, are not in this. A monitor judges one step in {JUDGED_PERIOD}, and each recorded one."
     )
     return Section("Cost of recording", how, recorder_figures(slowest(by_rank), measured))
 
@@ -61,7 +70,8 @@ def _times(_rank: int, engines: Sequence[str], config: GPTConfig, batch_size: in
             steps[f"{engine}, {AGAIN}"] = _step(engine, config, batch_size)
             for kind, schedule in SCHEDULES.items():
                 directory = Path(folder, f"{engine}-{kind}".replace(" ", "-"))
-                steps[f"{engine}, {kind}"] = _step(engine, config, batch_size, stack, directory, schedule)
+                given = dict(schedule) | ({"monitor": Monitor(every=1)} if kind in (JUDGED, RECORDED_JUDGED) else {})
+                steps[f"{engine}, {kind}"] = _step(engine, config, batch_size, stack, directory, given)
         return alternate(steps, rounds, lambda: meet("cpu"))["wall"]
 
 
@@ -95,25 +105,42 @@ def recorder_figures(wall: Times, engines: Sequence[str] = ENGINES) -> tuple[Fig
     """Of each engine what a step costs on average at the default period, within LIMIT, and what of that each kind of step is."""
     found: list[Figure] = []
     for engine in engines:
-        taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, BETWEEN, RECORDED)}
+        taken = {kind: wall[f"{engine}, {kind}"] for kind in (WITHOUT, AGAIN, *SCHEDULES)}
         ratios = {
             kind: [a / b for a, b in zip(taken[kind], taken[WITHOUT], strict=True)] for kind in taken if kind != WITHOUT
         }
         # Medians: one disturbed round of one kind of step is not to count a hundredfold.
-        between, recorded = (median_figure("", ratios[kind], TIMES).value for kind in (BETWEEN, RECORDED))
+        between, recorded, judged, recorded_judged = (
+            median_figure("", ratios[kind], TIMES).value for kind in SCHEDULES
+        )
         average = ((DEFAULT_PERIOD - 1) * between + recorded) / DEFAULT_PERIOD
+        often = 1 / JUDGED_PERIOD
+        monitored = (1 - 1 / DEFAULT_PERIOD) * (
+            (1 - often) * between + often * judged
+        ) + recorded_judged / DEFAULT_PERIOD
         found += [
             Figure(
                 f"{engine}: a step on average, one in {DEFAULT_PERIOD} recorded, to one without", average, TIMES, LIMIT
             ),
+            Figure(f"{engine}: the same with a monitor", monitored, TIMES, LIMIT),
             median_figure(f"{engine}: a step that is not recorded to one without", ratios[BETWEEN], TIMES),
+            median_figure(f"{engine}: one that is judged to one without", ratios[JUDGED], TIMES),
             median_figure(f"{engine}: a recorded step to one without", ratios[RECORDED], TIMES),
+            median_figure(f"{engine}: a recorded step that is judged to one without", ratios[RECORDED_JUDGED], TIMES),
             median_figure(f"{engine}: a step without to one without: noise", ratios[AGAIN], TIMES),
             median_figure(f"{engine}: without", [1e3 * seconds for seconds in taken[WITHOUT]], "ms"),
             median_figure(
                 f"{engine}: what a recorded step takes longer",
                 [1e3 * (a - b) for a, b in zip(taken[RECORDED], taken[WITHOUT], strict=True)],
                 "ms",
+            ),
+            *(
+                median_figure(
+                    f"{engine}: what judging takes, {kind}",
+                    [1e3 * (a - b) for a, b in zip(taken[judged_kind], taken[kind], strict=True)],
+                    "ms",
+                )
+                for judged_kind, kind in ((JUDGED, BETWEEN), (RECORDED_JUDGED, RECORDED))
             ),
         ]
     return tuple(found)
