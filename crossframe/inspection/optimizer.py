@@ -8,7 +8,6 @@ that of the other parameters of their group are reported.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median_low
 
 import numpy as np
 
@@ -234,8 +233,10 @@ def _findings(
     """The departures of one step, joined by kind."""
     apart = [each for each in checked if not each.follows]
     for group in _groups(recording, [each for each in checked if each.follows]):
-        usual = median_low(each.factor for each in group)
-        moved = [each for each in group if abs(each.factor - usual) > 2 * each.error * max(1.0, abs(usual)) + 1e-6]
+        middle = sorted(group, key=lambda each: each.factor)[(len(group) - 1) // 2]
+        # A parameter that is large next to its step has a factor with few known digits.
+        reference = min((each for each in group if not _differ(each, middle)), key=lambda each: each.error)
+        usual, moved = reference.factor, [each for each in group if _differ(each, reference)]
         if usual != 1.0:
             notes.add(step, slot, usual)
         what = "the input of the moment is" if slot else "the step is"
@@ -252,6 +253,11 @@ def _findings(
     for evidence, some in kinds.items():
         names = tuple(each.parameter for each in some)
         yield Departure(step, slot or "update", names, max(each.share for each in some), evidence)
+
+
+def _differ(a: _Checked, b: _Checked) -> bool:
+    """Whether two factors differ by more than their errors."""
+    return abs(a.factor - b.factor) > 2 * (a.error + b.error) * max(1.0, abs(b.factor)) + 1e-6
 
 
 def _groups(recording: Recording, checked: Sequence[_Checked]) -> list[list[_Checked]]:

@@ -31,21 +31,29 @@ class BaselineRule:
         self.num_steps = self._baseline.num_steps
         self._compared = 0
 
-    def add(self, recording: Recording) -> tuple[str, str]:
-        """Compare the steps so far, if it is time; returns (what is outside of the baseline, a note), "" where there is none.
+    def add(self, recording: Recording) -> tuple[int, str, str]:
+        """Compare the steps so far, if it is time.
+
+        Returns:
+            The step that first leaves the spread, what is outside of it, or "", and a note, or "".
 
         Raises:
             RecordingError: a tensor is damaged.
         """
         num_steps = min(recording.num_steps, self.num_steps)
         if not num_steps or num_steps == self._compared or self.num_steps > num_steps < 2 * self._compared:
-            return "", ""
+            return 0, "", ""
         self._compared = num_steps
         found = compare(self._baseline, recording.first(num_steps), bitwise=False)
         if found.verdict is Verdict.BUG:
             self._compared = self.num_steps
-            return f"the run leaves the spread of its baseline {self._baseline.directory.name}: {found.reason}", ""
+            step = found.first_divergence.step if found.first_divergence else num_steps - 1
+            return (
+                step,
+                f"the run leaves the spread of its baseline {self._baseline.directory.name}: {found.reason}",
+                "",
+            )
         if found.verdict is Verdict.INCOMPARABLE:
             self._compared = self.num_steps
-            return "", f"the run is not compared with its baseline {self._baseline.directory.name}: {found.reason}"
-        return "", ""
+            return 0, "", f"the run is not compared with its baseline {self._baseline.directory.name}: {found.reason}"
+        return 0, "", ""

@@ -182,9 +182,9 @@ class Follower:
                 yield Alarm(Kind.OPTIMIZER, step, "moved", text)
 
     def _outside_baseline(self, recording: Recording, rule: BaselineRule) -> list[Alarm]:
-        text, note = rule.add(recording)
+        step, text, note = rule.add(recording)
         self._note("baseline", [note] if note else [])
-        return [Alarm(Kind.BASELINE, recording.num_steps - 1, "", text)] if text else []
+        return [Alarm(Kind.BASELINE, step, "", text)] if text else []
 
     def _note(self, about: str, sentences: list[str]) -> None:
         """Keep the first note of each kind."""

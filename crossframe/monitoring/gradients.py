@@ -3,8 +3,9 @@
 - *Explodes*: the norm is `EXPLOSION` times the largest of all earlier recorded steps, of which there are at least `LEAST`. In a
   healthy run gradients have spikes of about ten times their usual norm; the factor is ten times that.
 - *Vanishes*: at two recorded steps in a row, the gradient is zero although it was not before; or its share of the norm of all
-  gradients is `VANISHING` of its median share in the past. The share, because all gradients vanish together where a loss
-  reaches its minimum. Two steps, because a unit may be unused in one.
+  gradients is `VANISHING` of its median share in the past, and its norm less than `FALLEN` of its median. The share, because all
+  gradients vanish together where a loss reaches its minimum; the norm, because a share falls where another unit explodes. Two
+  steps, because a unit may be unused in one.
 - *Vanishes* under Adam: at two recorded steps in a row, the root mean square of its elements is below the optimizer's epsilon,
   which then reduces the step of an average element to less than half, while that of another unit is `FAR_ABOVE` times epsilon.
 
@@ -19,6 +20,7 @@ from statistics import median
 
 EXPLOSION = 100.0
 VANISHING = 1e-3
+FALLEN = 0.1
 FAR_ABOVE = 1e3
 LEAST = 5
 _REMEMBERED = 64
@@ -31,6 +33,7 @@ class _Past:
     largest: float = 0.0
     num: int = 0
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     vanished_before: bool = False
 
 
@@ -62,7 +65,7 @@ class GradientRule:
                 found[unit] = (
                     f"explodes: its norm is {norm:.3g}, {norm / past.largest:.3g} times the largest of {past.num} earlier steps"
                 )
-            vanishes = self._vanishes(past, norm / total, sizes[unit], max(sizes.values()))
+            vanishes = self._vanishes(past, norm, norm / total, sizes[unit], max(sizes.values()))
             if vanishes and past.vanished_before:
                 found[unit] = vanishes
             past.vanished_before = bool(vanishes)
@@ -70,13 +73,14 @@ class GradientRule:
                 past.largest, past.num = max(past.largest, norm), past.num + 1
             if not vanishes:
                 past.shares.append(norm / total)
+                past.norms.append(norm)
         return found
 
-    def _vanishes(self, past: _Past, share: float, size: float, largest: float) -> str:
+    def _vanishes(self, past: _Past, norm: float, share: float, size: float, largest: float) -> str:
         if not size:
             return "vanishes: it is exactly zero" if past.num else ""
         usual = median(past.shares) if len(past.shares) >= LEAST else 0.0
-        if share < VANISHING * usual:
+        if share < VANISHING * usual and norm < FALLEN * median(past.norms):
             return f"vanishes: it is {share:.2g} of the norm of all gradients, and usually {usual:.2g}"
         if self._epsilon and size < self._epsilon and largest > FAR_ABOVE * self._epsilon:
             return (

@@ -363,7 +363,8 @@ class Recorder(Listener):
         raised = monitor.judge()
         if dist.is_initialized() and dist.get_world_size() > 1:
             with quietly():
-                flag = torch.tensor([float(raised)], device=self._views[0].held[0].param.device)
+                device = next((held.param.device for view in self._views for held in view.held), None)
+                flag = torch.tensor([float(raised)], device=device)
                 Communicator(default_process_group()).sum_all(flag)
                 raised = bool(flag.item())
         if raised:

@@ -87,6 +87,10 @@ def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
     assert not any(gradients(lambda step: 1.0 if step != 6 else EXPLOSION / 2))
     assert not any(gradients(lambda step: 0.0 if step in (0, 6) else 1.0))  # begins with zeros, and is unused once
     assert not any(gradients(lambda step: 1e-6 * 200.0 ** min(step, 3)))  # grows from nearly zero at the start
+    rule = GradientRule(None)
+    for step in range(LEAST + 4):  # another unit explodes, and this one does not vanish
+        found = rule.add({"a": (1.0 if step < 6 else 1e6, 100), "b": (1.0, 100)})
+        assert "b" not in found
     rule = GradientRule(1e-8)
     assert not any(rule.add({"a": (10.0**-step, 9), "b": (10.0**-step, 9)}) for step in range(12))
 

@@ -1,11 +1,13 @@
 """One recording examined by itself: what is found where, and nothing in a right one."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from crossframe.inspection import inspect
+from crossframe.inspection.optimizer import _Checked, _findings, _Notes
 from crossframe.recording import Schedule
 from tests.core.helpers.synthetic import LEARNING_RATE, both, manifest, record
 
@@ -150,3 +152,12 @@ def _moved(phase, step, name, x, factor, of=None):
         return x
     grad = np.mean([sample_grad(1, s, target) for s in range(SAMPLES, 2 * SAMPLES)], axis=0)
     return x - (factor - 1) * LEARNING_RATE * grad
+
+
+@pytest.mark.parametrize(("bias", "departs"), [(2.0, False), (2.01, True)])
+def test_factors_of_a_group_are_compared_within_the_errors_of_both(bias, departs):
+    """The step of a weight that is large next to it has few known digits, and so has the factor of the middle one."""
+    checked = [_Checked(name, 2.0001 + 1e-4 * i, 3e-4) for i, name in enumerate(("block.w", "embed", "block.k_bias"))]
+    checked += [_Checked("bias", bias, 1e-7), _Checked("bias again", 2.0, 1e-7)]
+    found = list(_findings(SimpleNamespace(manifest=manifest()), 1, "", checked, _Notes()))
+    assert [each.parameters for each in found] == [("bias",)] * departs
