@@ -169,9 +169,9 @@ class Follower:
     def _optimizer(self, recording: Recording, step: int) -> Iterable[Alarm]:
         for each in optimizer_deviations_at(recording, step)[:1]:
             yield Alarm(Kind.OPTIMIZER, step, "", each.describe())
-        strange = list(self._updates.add(recording, step))
+        unexpected = list(self._updates.add(recording, step))
         for is_lost in (False, True):
-            some = [each for each in strange if each.lost is is_lost]
+            some = [each for each in unexpected if each.lost is is_lost]
             if not some:
                 continue
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""

@@ -94,7 +94,7 @@ class Monitor:
             logger.exception("the run is no longer monitored")
             return False
         for alarm in alarms:
-            self._tell(alarm)
+            self._report(alarm)
         is_new = bool({alarm.kind for alarm in alarms} - self._kinds)
         self._kinds |= {alarm.kind for alarm in alarms}
         self.alarms += alarms
@@ -105,7 +105,7 @@ class Monitor:
         if self._checkpoint is not None:
             self._checkpoint(num_steps)
 
-    def _tell(self, alarm: Alarm) -> None:
+    def _report(self, alarm: Alarm) -> None:
         logger.warning("%s", alarm.describe())
         for callback in self._callbacks:
             try:

@@ -31,7 +31,7 @@ _RESERVE = math.sqrt(1 + SIGMAS * math.sqrt(2 / NUM_SUMS))
 
 
 @dataclass(frozen=True)
-class Strange:
+class UnexpectedMove:
     """A parameter that moved too far or not at all.
 
     Attributes:
@@ -51,7 +51,7 @@ class UpdateRule:
         self._before: dict[str, Sketch] = {}
         self._step = -1
 
-    def add(self, recording: Recording, step: int) -> Iterator[Strange]:
+    def add(self, recording: Recording, step: int) -> Iterator[UnexpectedMove]:
         """Add a recorded step.
 
         Raises:
@@ -78,7 +78,7 @@ class UpdateRule:
 
 def _judge(
     recording: Recording, step: int, name: str, before: Sketch, after: Sketch, rates: list[float]
-) -> Iterator[Strange]:
+) -> Iterator[UnexpectedMove]:
     kind, count = recording.manifest.settings.get("optimizer"), recording.count(step, name)
     stated = stated_rule(recording.manifest, kind, count or 1, name) if kind in (ADAM, ADAMW) else None
     rule = stated.rule if stated is not None and isinstance(stated.rule, AdamW) else None
@@ -90,7 +90,7 @@ def _judge(
         most += num * unit_roundoff(after.dtype) * max(before.norm, after.norm)
         moved = before.distance(after)
         if moved > _RESERVE * most:
-            yield Strange(
+            yield UnexpectedMove(
                 name,
                 f"moved by {moved:.3g} (norm) in {num} step{'s' * (num > 1)}, and {kind} moves it by at most {most:.3g} at these "
                 "rates: something else wrote to it",
@@ -103,4 +103,6 @@ def _judge(
     size = 1.0 if rule is not None else gradient.norm / root  # of a step, in units of the rate
     lost = max(rates) * size < unit_roundoff(after.dtype) * after.norm / root
     text = f"kept its bits for {num} step{'s' * (num > 1)}, although it has a gradient and the optimizer counts steps for it"
-    yield Strange(name, f"{text}: its updates are smaller than rounding in {after.dtype}" if lost else text, lost)
+    yield UnexpectedMove(
+        name, f"{text}: its updates are smaller than rounding in {after.dtype}" if lost else text, lost
+    )
