@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 from jax_backend.check_ranks import check_ranks
 from jax_backend.checkpoint import load_checkpoint, save_checkpoint
 from jax_backend.engine._clipping import clip_grad_norm
+from jax_backend.engine._loss_function import LossOutput
 from jax_backend.engine._scan import scan
 from jax_backend.engine._value_and_grad import Result, value_and_grad
 from jax_backend.mesh._device_mesh import make_mesh, per_rank
@@ -33,6 +34,7 @@ __all__ = [
     "Bucket",
     "Holder",
     "LocalGrads",
+    "LossOutput",
     "ParamTree",
     "Recorder",
     "Result",

@@ -3,10 +3,10 @@
 static, params, state = split(model)
 sharded, state = shard(params, mesh, units=...), per_rank(state, mesh)
 
-def loss_fn(params, state, batch):
+def loss_fn(params, batch, state):
     model = with_params(static, params, state)
     ...
-    return loss, state_of(model)
+    return LossOutput(loss, state=state_of(model))
 
 equinox has torch's names and axis order, so that most models need no ParamMap.
 """

@@ -3,10 +3,10 @@
 params, state = split(model.init(rng, x))
 sharded, state = shard(params, mesh, units=..., param_map=...), per_rank(state, mesh)
 
-def loss_fn(params, state, batch):
+def loss_fn(params, batch, state):
     out, state = apply(model, params, state, batch["x"])
     ...
-    return loss, state
+    return LossOutput(loss, state=state)
 """
 
 from collections.abc import Mapping

@@ -3,10 +3,10 @@
 graphdef, params, state = split(model)
 sharded, state = shard(params, mesh, units=..., param_map=...), per_rank(state, mesh)
 
-def loss_fn(params, state, batch):
+def loss_fn(params, batch, state):
     model = with_params(graphdef, params, state)
     ...
-    return loss, state_of(model)
+    return LossOutput(loss, state=state_of(model))
 
 `ShardedModule` does all of this.
 """
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from crossframe.errors import UsageError
 from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, module_scope, tell
+from jax_backend.engine._loss_function import LossOutput
 from jax_backend.mesh._device_mesh import per_rank
 from jax_backend.shards._sharded_params import shard
 from jax_backend.shards._summon import Holder
@@ -113,17 +114,14 @@ class ShardedModule(Holder):
         self.sharded = shard(params, mesh, **sharding)
         self.state = per_rank(state, mesh)
 
-    def loss(self, fn: Callable[[Any, Any], Any], *, has_aux: bool = False) -> Callable[[Any, Any, Any], Any]:
-        """The loss function of `value_and_grad(..., has_state=True, has_aux=has_aux)` for `fn(module, batch) -> loss`, or
-        `(loss, aux)` with `has_aux`."""
+    def loss(self, fn: Callable[[nnx.Module, Any], Any]) -> Callable[..., LossOutput]:
+        """The loss function of `value_and_grad` for `fn(module, batch)`, which returns the loss or a LossOutput without state."""
 
-        def loss_fn(params: Any, state: Any, batch: Any) -> Any:
+        def loss_fn(params: dict, batch: Any, state: dict) -> LossOutput:
             module = with_params(self.graphdef, params, state)
-            result = fn(module, batch)
-            if has_aux:
-                loss, aux = result
-                return loss, (state_of(module), aux)
-            return result, state_of(module)
+            output = fn(module, batch)
+            output = output if isinstance(output, LossOutput) else LossOutput(output)
+            return output._replace(state=state_of(module))
 
         return loss_fn
 

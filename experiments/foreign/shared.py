@@ -172,7 +172,7 @@ def train_jax(
 
     Args:
         params: parameters of the model, of any values.
-        loss_fn: (params, batch) -> loss; with `state`, (params, state, batch) -> (loss, state).
+        loss_fn: of `jax_backend.value_and_grad`; with `state`, it takes and returns one.
         name: the class of the model of side a.
         samples: (batch) -> what the model of side a is called with.
     """
@@ -194,7 +194,7 @@ def train_jax(
     with Recorder(
         given.record, sharded, name=name, samples=samples, learning_rate=RATE, settings={"optimizer": "SGD"}
     ) as recorder:
-        step = recorder.value_and_grad(loss_fn, has_state=bool(states))
+        step = recorder.value_and_grad(loss_fn)
         for i in range(STEPS):
             batch = batches(i)
             result = step(sharded, batch, *states)

@@ -20,6 +20,7 @@ from experiments.models import load_flax
 from experiments.parity.settings import MOMENTUM, RunSettings, choose_device
 from experiments.train.resume import resume_jax
 from jax_backend import (
+    LossOutput,
     Recorder,
     ShardedParams,
     apply_updates,
@@ -107,13 +108,13 @@ class _Model:
         self.has_state = bool(jax.tree.leaves(self.state))
         self.optimizer: Any = optimizer_of(settings)
 
-        def loss_fn(params: Any, *rest: Any) -> Any:
-            *states, (inputs, targets) = rest
-            model: Any = with_params(graphdef, params, *states)
+        def loss_fn(params: Any, batch: Any, state: Any = None) -> Any:
+            inputs, targets = batch
+            model: Any = with_params(graphdef, params, state)
             watch(model, paths)
             losses = optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets)
             loss = losses.mean() / settings.accumulate
-            return (loss, state_of(model)) if states else loss
+            return loss if state is None else LossOutput(loss, state=state_of(model))
 
         def update(sharded: ShardedParams, opt_state: Any, grads: ShardedParams) -> tuple[ShardedParams, Any, Any]:
             grads, norm = (grads, None) if settings.clip is None else clip_grad_norm(grads, settings.clip)
@@ -153,7 +154,6 @@ def _train(settings: RunSettings, manifest: Manifest, output: Path, mesh: Mesh) 
                 model.loss_fn,
                 one_program=settings.steps <= SHORT,
                 strategy=Strategy(settings.strategy),
-                has_state=model.has_state,
                 reduces=reduces,
             )
             for reduces in (False, True)

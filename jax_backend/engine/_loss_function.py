@@ -19,58 +19,62 @@ from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import dtype_name, leaves_by_path
 
 
-class Outcome(NamedTuple):
-    """The results of a loss function on one rank; None if not declared."""
+class LossOutput(NamedTuple):
+    """What a loss function returns on one rank, if more than the loss.
+
+    Attributes:
+        loss: the mean loss over the rank's batch, a floating scalar.
+        aux: any pytree of arrays.
+        state: the new state, with the structure, shapes and dtypes of the one passed in; None if none was.
+        weight: a scalar, the rank's weight in the mean over ranks; None: all count alike. With the number of samples, the mean is
+            over all samples even if ranks have different numbers. If all weights are 0 it is NaN.
+    """
 
     loss: jax.Array
-    weight: jax.Array | None
-    state: Any
-    aux: Any
+    aux: Any = None
+    state: Any = None
+    weight: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A user's `fn(params, state, batch, rng) -> (loss, (state, aux))`, which takes and returns only what is declared.
+    """A user's loss function, which `value_and_grad` documents.
 
     Attributes:
-        fn: the function; with `has_weight` it returns (loss, weight) instead of the loss.
+        fn: the function.
     """
 
-    fn: Callable
-    has_state: bool = False
-    has_rng: bool = False
-    has_aux: bool = False
-    has_weight: bool = False
+    fn: Callable[..., Any]
 
-    def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> Outcome:
-        """Call it on one rank.
+    def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> LossOutput:
+        """Call it on one rank; without the state or the key that are None.
 
         Raises:
             UsageError: a result of another form, a loss that is not a floating scalar, or a state that differs in structure,
                 shapes or dtypes from the one passed in.
         """
-        args = [params, *([state] if self.has_state else []), batch, *([rng] if self.has_rng else [])]
-        loss, weight, new_state, aux = self.fn(*args), None, None, None
-        if self.has_state and self.has_aux:
-            loss, rest = _pair(loss, "(loss, (state, aux))")
-            new_state, aux = _pair(rest, "(loss, (state, aux))")
-        elif self.has_state:
-            loss, new_state = _pair(loss, "(loss, state)")
-        elif self.has_aux:
-            loss, aux = _pair(loss, "(loss, aux)")
-        if self.has_weight:
-            loss, weight = _pair(loss, "(loss, weight) instead of the loss")
-            if np.shape(weight) != ():
-                raise UsageError(f"loss_fn: expected a scalar weight, got shape {np.shape(weight)}; return its sum")
-            weight = jnp.asarray(weight)
-        _check_loss(loss)
-        if self.has_state:
-            _check_state_kept(state, new_state)
-        return Outcome(loss, weight, new_state, aux)
+        given = {name: value for name, value in (("state", state), ("rng", rng)) if value is not None}
+        output = self.fn(params, batch, **given)
+        if not isinstance(output, LossOutput):
+            output = LossOutput(output, state=state if not jax.tree.leaves(state) else None)
+        _check_loss(output.loss)
+        if output.weight is not None:
+            if np.shape(output.weight) != ():
+                raise UsageError(
+                    f"loss_fn: expected a scalar weight, got shape {np.shape(output.weight)}; return its sum"
+                )
+            output = output._replace(weight=jnp.asarray(output.weight))
+        if (state is None) != (output.state is None):
+            raise UsageError(
+                "loss_fn: it takes a state and returned none; return LossOutput(loss, state=...)"
+                if output.state is None
+                else "loss_fn: it returned a state and takes none; pass state=... to the step"
+            )
+        if state is not None:
+            _check_state_kept(state, output.state)
+        return output
 
-    def check_step(
-        self, sharded: Any, batch: Any, state: Any, rng: Any, mesh: Mesh, accumulated: LocalGrads | None
-    ) -> None:
+    def check_step(self, sharded: Any, batch: Any, state: Any, mesh: Mesh, accumulated: LocalGrads | None) -> None:
         """Raise UsageError unless a step can run on these arguments."""
         ranks = num_ranks(mesh)
         _check_sharded(sharded, mesh)
@@ -86,13 +90,8 @@ class LossFunction:
             if not shape or shape[0] % ranks:
                 raise UsageError(
                     f"batch leaf {path!r}: expected a leading dim divisible by {ranks} ranks, got shape {shape}; "
-                    "drop the last samples, or pad them and weight the loss by has_weight=True"
+                    "drop the last samples, or pad them and return LossOutput(loss, weight=...)"
                 )
-        for name, declared, value in (("state", self.has_state, state), ("rng", self.has_rng, rng)):
-            if declared and value is None:
-                raise UsageError(f"{name}: expected one, since has_{name}=True, got None; pass {name}=... to the step")
-            if not declared and value is not None:
-                raise UsageError(f"{name}: expected None, got one; pass has_{name}=True to value_and_grad")
         for path, leaf in leaves_by_path(state).items():
             shape = np.shape(leaf)
             if not shape or shape[0] != ranks:
@@ -116,21 +115,14 @@ def cast_batch(batch: Any, policy: PrecisionPolicy, api: Api) -> Any:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, tuple | list | dict) or not hasattr(loss, "dtype"):
         raise UsageError(
-            f"loss_fn: expected a scalar loss, got {type(loss).__name__}; if it also returns state or aux, "
-            "declare them by has_state=True, has_aux=True"
+            f"loss_fn: expected a scalar loss, got {type(loss).__name__}; to return more than the loss, return "
+            "jax_backend.LossOutput(loss, aux=..., state=..., weight=...)"
         )
     if np.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
             f"loss_fn: expected a floating scalar as loss, got shape {np.shape(loss)} and dtype {loss.dtype}; "
             "return the mean over this rank's batch"
         )
-
-
-def _pair(result: Any, expected: str) -> tuple[Any, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise UsageError(f"loss_fn: expected to return {expected}, got {got}; see has_state and has_aux")
-    return result
 
 
 def _check_state_kept(before: Any, after: Any) -> None:

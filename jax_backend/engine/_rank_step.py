@@ -27,20 +27,20 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
 
     def on_rank(shards: Any, frozen: Any, batch: Any, state: Any, rng: Any, seed: Any, waiting: Any) -> Any:
         state, waiting = (jax.tree.map(lambda leaf: leaf[0], each) for each in (state, waiting))
-        rng = jax.random.fold_in(rng, rank_index(axes)) if step.loss_fn.has_rng else None
+        rng = None if rng is None else jax.random.fold_in(rng, rank_index(axes))
         own = StepInputs(batch, state, rng, seed)
         lines = {name: tree.by_name[name].to_line(each) for name, each in {**shards, **frozen}.items()}
         trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
 
         def apply(full: dict[str, Any], stacked: dict[str, Source]) -> Any:
             params = params_of(tree, full, stacked, gathered, step.frees(tree))
-            loss, weight, *rest = step.rank_loss(params, own, tree.policy)
+            loss, aux, state, weight = step.rank_loss(params, own, tree.policy)
             if weight is None:
-                return loss, (loss, weight, *rest)
+                return loss, (loss, weight, state, aux)
             # The weight of a rank's mean in the mean over ranks.
             weight = jax.lax.stop_gradient(weight)
             counts = weight * step.mesh.size / sum_over_ranks(weight, axes)
-            return loss * counts.astype(loss.dtype), (loss, weight, *rest)
+            return loss * counts.astype(loss.dtype), (loss, weight, state, aux)
 
         def loss_of(trained: dict[str, jax.Array], probes: dict[str, jax.Array]) -> Any:
             return over_shards(tree, step, gathered, apply)(sources_of({**lines, **trained}, probes, waiting))

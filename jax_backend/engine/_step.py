@@ -12,7 +12,7 @@ from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
 from jax_backend.engine._gather import Reduction, Source
-from jax_backend.engine._loss_function import LossFunction, Outcome, cast_batch
+from jax_backend.engine._loss_function import LossFunction, LossOutput, cast_batch
 from jax_backend.engine._remat import reshard_after_forward
 from jax_backend.engine._scan import Stack, StackedLeaf
 from jax_backend.other_rounding import other_rounding
@@ -64,7 +64,7 @@ class Step:
         """Whether each rank's own gradients are needed."""
         return self.local_grads or not self.reduction.now
 
-    def rank_loss(self, params: Any, given: StepInputs, policy: PrecisionPolicy) -> Outcome:
+    def rank_loss(self, params: Any, given: StepInputs, policy: PrecisionPolicy) -> LossOutput:
         """The user's function on one rank, with this rank's batch, state and rng."""
         loss_fn = self.loss_fn if given.seed is None else other_rounding(self.loss_fn, given.seed)
         return loss_fn(params, given.state, cast_batch(given.batch, policy, self.reduction.api), given.rng)

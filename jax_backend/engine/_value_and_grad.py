@@ -24,11 +24,11 @@ class Result(NamedTuple):
     """What a step returns. N is the number of ranks.
 
     Attributes:
-        loss: the mean of the ranks' losses, a scalar; weighted with `has_weight`.
+        loss: the mean of the ranks' losses, a scalar; weighted if the loss function returns weights.
         losses: each rank's loss, of shape (N,).
         grads: the mean gradient, sharded as the parameters are, 0 in the padding; with `reduces=False` LocalGrads.
-        state: the new state, each leaf of shape (N, ...); None unless declared.
-        aux: each leaf of shape (N, ...); None unless declared.
+        state: the new state, each leaf of shape (N, ...); None without one.
+        aux: each leaf of shape (N, ...); None without one.
         local_grads: each rank's own gradient before any reduction; None unless requested.
     """
 
@@ -48,20 +48,19 @@ def value_and_grad(
     strategy: Strategy | None = None,
     api: Api = Api.FSDP1,
     gradient_divide_factor: float | None = None,
-    has_state: bool = False,
-    has_rng: bool = False,
-    has_aux: bool = False,
-    has_weight: bool = False,
     reduces: bool = True,
     local_grads: bool = False,
     late_gathers: bool = False,
 ) -> Callable[..., Result]:
-    """The step of `loss_fn(params, state, batch, rng) -> (loss, (state, aux))`, without the parts that are not declared.
+    """The training step of a loss function: its value and its gradients, with respect to sharded parameters.
 
-    `loss_fn` takes full parameters, in the user's structure and axis order, and one rank's batch: batch statistics, dropout and
-    means are one rank's. It returns the mean loss over that batch.
+    `loss_fn(params, batch)` takes full parameters and one rank's batch, and returns the mean loss over that batch.
+    A state and a PRNG key that the step is given reach it by name: `loss_fn(params, batch, state=state, rng=rng)`.
+    To return more than the loss, it returns `LossOutput(loss, aux=..., state=..., weight=...)`.
 
     Args:
+        loss_fn: see above. Parameters have the user's structure and axis order; batch statistics, dropout and means are one
+            rank's.
         mesh: from `make_mesh`.
         mode: "shard_map": the program contains the collectives. "jit": XLA places them for the same program, whose ranks are
             mapped axes. docs/reference/jax.md lists what XLA does otherwise there.
@@ -72,12 +71,6 @@ def value_and_grad(
             (R29).
         api: the API whose division of gradients is used: FSDP1's around the sum, or FSDP2's mean (R26).
         gradient_divide_factor: divisor of gradients instead of the number of ranks (R27).
-        has_state: `loss_fn` takes one rank's state, without the rank axis, and returns state of the same shapes and dtypes:
-            integers, rng keys, running statistics.
-        has_rng: `loss_fn` takes a PRNG key: the step's, folded with the rank by `jax.random.fold_in(rng, rank)`.
-        has_aux: `loss_fn` returns aux, any pytree of arrays.
-        has_weight: `loss_fn` returns (loss, weight) instead of the loss. With the number of samples as weight, the mean is over
-            all samples even if ranks have different numbers. If all weights are 0 the mean is NaN.
         reduces: False returns LocalGrads without any reduction (torch's no_sync, R15).
         local_grads: also return each rank's gradient before the reduction. Costs a full gradient on every rank.
         late_gathers: for CPU devices only. XLA's CPU compiler gathers all units at the start of a step and merges the gathers of
@@ -87,8 +80,10 @@ def value_and_grad(
 
     Returns:
         `step(sharded, batch, state=None, rng=None, *, accumulated=None) -> Result`, to be called inside jit or outside. Leaves of
-        `batch` have a leading dim divisible by N, whose i-th part goes to rank i; leaves of `state` have a leading rank axis (see
-        `per_rank`). `accumulated` are LocalGrads of earlier microbatches, which are added before the reduction; the loss function
+        `batch` have a leading dim divisible by N, whose i-th part goes to rank i. Leaves of `state`, which may be integers, keys
+        and running statistics, have a leading rank axis (see `per_rank`), without which `loss_fn` takes and returns them. `rng`
+        is folded with the rank by `jax.random.fold_in(rng, rank)`. `accumulated` are LocalGrads of earlier microbatches, which
+        are added before the reduction; the loss function
         divides by their number. The step raises UsageError, before anything runs, for invalid arguments or results.
 
     Raises:
@@ -96,8 +91,9 @@ def value_and_grad(
         UnsupportedError: a strategy that the mesh has no ranks for, or `late_gathers` on other devices than CPUs.
         PlanError: a divide factor that is not above 0.
     """
-    loss = LossFunction(loss_fn, has_state, has_rng, has_aux, has_weight)
-    return step_of(loss, mesh, mode, strategy, api, gradient_divide_factor, reduces, local_grads, late_gathers)
+    return step_of(
+        LossFunction(loss_fn), mesh, mode, strategy, api, gradient_divide_factor, reduces, local_grads, late_gathers
+    )
 
 
 def step_of(
@@ -143,7 +139,7 @@ def step_of(
         accumulated: LocalGrads | None = None,
         seed: Any = None,
     ) -> Result:
-        loss_fn.check_step(sharded, batch, state, rng, mesh, accumulated)
+        loss_fn.check_step(sharded, batch, state, mesh, accumulated)
         return run(sharded, StepInputs(batch, state, rng, seed, accumulated))
 
     return step

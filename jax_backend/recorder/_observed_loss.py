@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_backend.activations import Activations, listening
-from jax_backend.engine._loss_function import LossFunction, Outcome
+from jax_backend.engine._loss_function import LossFunction, LossOutput
 from jax_backend.tree import leaves_by_path
 
 
@@ -29,7 +29,7 @@ class Interior:
 class ObservedLoss(LossFunction):
     """A loss function whose aux is (aux or None, Interior)."""
 
-    def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> Outcome:
+    def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> LossOutput:
         with listening() as reported:
             outcome = super().__call__(params, state, batch, rng)
         full = {path: leaf for path, leaf in leaves_by_path(params).items() if isinstance(leaf, jax.Array)}

@@ -43,7 +43,6 @@ from jax_backend.shards._sharded_params import ShardedParams
 
 # Steps whose losses stay on the device, so that the loop does not wait for them.
 _MOST_WAITING = 2
-DECLARED = ("has_state", "has_rng", "has_aux", "has_weight")
 MORE = ("grads", "grad_norm", "learning_rate")
 """The keys of the dict that a wrapped step may return."""
 
@@ -478,8 +477,7 @@ class Recorder:
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
             )
-        declared = {name: options.pop(name) for name in DECLARED if name in options}
-        plain, dense = _programs(loss_fn, self._source.grid.mesh, declared, options)
+        plain, dense = _programs(loss_fn, self._source.grid.mesh, options)
         program = dense if one_program else plain
         seed = {"seed": np.uint32(self.perturbed_run)} if self.perturbed_run else {}
         events: list[Event] = []
@@ -568,10 +566,10 @@ def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, B
 
 
 def _programs(
-    loss_fn: Callable, mesh: Mesh, declared: Mapping[str, bool], options: Mapping[str, Any]
+    loss_fn: Callable, mesh: Mesh, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Result], Callable[..., Result]]:
     """The steps of a loss function that record nothing and its interior."""
-    key = loss_fn, mesh, tuple(declared.items()), tuple(options.items())
+    key = loss_fn, mesh, tuple(options.items())
     try:
         hash(key)
     except TypeError:  # a module of equinox, for example
@@ -581,11 +579,11 @@ def _programs(
 
 # Recorders that follow each other, as those of perturbed runs, share the programs of a loss function.
 @functools.lru_cache(maxsize=8)
-def _compiled(loss_fn: Callable, mesh: Mesh, declared: tuple, options: tuple) -> tuple[Callable, Callable]:
+def _compiled(loss_fn: Callable, mesh: Mesh, options: tuple) -> tuple[Callable, Callable]:
     given = dict(options)
-    plain = step_of(LossFunction(loss_fn, **dict(declared)), mesh, **given)
+    plain = step_of(LossFunction(loss_fn), mesh, **given)
     given["local_grads"] = given.get("reduces", True)
-    return plain, step_of(ObservedLoss(loss_fn, **dict(declared)), mesh, **given)
+    return plain, step_of(ObservedLoss(loss_fn), mesh, **given)
 
 
 def rates_in(opt_state: Any) -> tuple[Any, ...]:

@@ -75,10 +75,10 @@ def gathered_in_bfloat16() -> Iterator[None]:
 
     right = gather.all_gather
 
-    def all_gather(shard: Any, label: str) -> Any:
+    def all_gather(shard: Any, label: str, mesh: Any) -> Any:
         if label != "blocks.1":
-            return right(shard, label)
-        return right(shard.astype(jnp.bfloat16), label).astype(shard.dtype)
+            return right(shard, label, mesh)
+        return right(shard.astype(jnp.bfloat16), label, mesh).astype(shard.dtype)
 
     with patched(gather, "all_gather", all_gather):
         yield

@@ -6,6 +6,7 @@ import optax
 from transformers import FlaxResNetForImageClassification, ResNetConfig
 
 from experiments.foreign.shared import images_of, linen_modules, options, tokens_of, train_jax
+from jax_backend import LossOutput
 from jax_backend.linen import split
 
 given = options()
@@ -44,11 +45,11 @@ def convert(arrays):
 
 
 @linen_modules
-def loss_fn(params, state, batch):
+def loss_fn(params, batch, state):
     images = batch["images"]
     output, changed = model(images, params={"params": params, **state}, train=True)
     loss = optax.softmax_cross_entropy_with_integer_labels(output.logits, batch["labels"]).mean()
-    return loss, dict(changed)
+    return LossOutput(loss, state=dict(changed))
 
 
 train_jax(

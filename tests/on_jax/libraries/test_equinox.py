@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossframe import MeshSpec
-from jax_backend import make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
+from jax_backend import LossOutput, make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.equinox import split, state_of, with_params
 from tests.on_jax.helpers.small import ATOL, RTOL, WIDE
 
@@ -47,22 +47,22 @@ def test_an_equinox_model_trains_as_the_unsharded_one():
     batch = {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 2))}
     static, params, state = split(net)
 
-    def loss(params, state, batch):
+    def loss(params, batch, state):
         model = with_params(static, params, state)
         value = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-        return value, state_of(eqx.tree_at(lambda m: m.count, model, model.count + 1))
+        return LossOutput(value, state=state_of(eqx.tree_at(lambda m: m.count, model, model.count + 1)))
 
     sharded, states = shard(params, mesh, units=("layers.1",)), per_rank(state, mesh)
     assert [spec.name for spec in sharded.tree.layouts[""].params] == ["layers.0.weight", "layers.0.bias"]
     own = [jax.tree.map(lambda leaf, rank=rank: leaf[rank], states) for rank in range(2)]
     halves = [jax.tree.map(lambda leaf, i=i: np.split(leaf, 2)[i], batch) for i in range(2)]
-    step = value_and_grad(loss, mesh, has_state=True)
+    step = value_and_grad(loss, mesh)
 
     @jax.jit
     def plain_step(params, own):
         def mean(params):
-            losses, after = zip(*(loss(params, *each) for each in zip(own, halves, strict=True)), strict=True)
-            return sum(losses) / 2, list(after)
+            outputs = [loss(params, half, state) for state, half in zip(own, halves, strict=True)]
+            return sum(each.loss for each in outputs) / 2, [each.state for each in outputs]
 
         result, grads = jax.value_and_grad(mean, has_aux=True)(params)
         return result, jax.tree.map(lambda a, b: a - 0.1 * b, params, grads)

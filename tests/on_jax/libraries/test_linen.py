@@ -4,7 +4,7 @@ import numpy as np
 from flax import linen
 
 from crossframe import MeshSpec
-from jax_backend import make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
+from jax_backend import LossOutput, make_mesh, per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.linen import apply, split, with_params
 from tests.on_jax.helpers.small import ATOL, RTOL, WIDE
 
@@ -30,20 +30,20 @@ def test_a_linen_model_trains_as_the_unsharded_one_with_each_ranks_own_statistic
     params, state = split(variables)
     assert set(state) == {"batch_stats"} and with_params(params, state) == variables
 
-    def loss(params, state, batch):
+    def loss(params, batch, state):
         out, state = apply(net, params, state, batch["x"])
-        return jnp.mean((out - batch["y"]) ** 2), state
+        return LossOutput(jnp.mean((out - batch["y"]) ** 2), state=state)
 
     sharded, states = shard(params, mesh, units=("Dense_1",)), per_rank(state, mesh)
-    step = value_and_grad(loss, mesh, has_state=True)
+    step = value_and_grad(loss, mesh)
     halves = [jax.tree.map(lambda leaf, i=i: np.split(leaf, 2)[i], batch) for i in range(2)]
     plain = [state, state]
 
     @jax.jit
     def plain_step(params, plain):
         def mean(params):
-            losses, after = zip(*(loss(params, *each) for each in zip(plain, halves, strict=True)), strict=True)
-            return sum(losses) / 2, list(after)
+            outputs = [loss(params, half, state) for state, half in zip(plain, halves, strict=True)]
+            return sum(each.loss for each in outputs) / 2, [each.state for each in outputs]
 
         result, grads = jax.value_and_grad(mean, has_aux=True)(params)
         return result, jax.tree.map(lambda a, b: a - 0.1 * b, params, grads)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from crossframe.errors import StateError, UsageError
-from jax_backend import per_rank, shard, summon_full_params, unshard, value_and_grad
+from jax_backend import LossOutput, per_rank, shard, summon_full_params, unshard, value_and_grad
 from jax_backend.activations import Activations, listening
 from jax_backend.nnx import ShardedModule, params_of, split, state_of, watch, with_params
 from tests.on_jax.helpers.nnx_model import Net, batch, net_map
@@ -23,10 +23,10 @@ def net_of():
 
 
 def loss_of(graphdef):
-    def loss(params, state, batch):
+    def loss(params, batch, state):
         net = with_params(graphdef, params, state)
         value = jnp.mean((net(batch["x"]) - batch["y"]) ** 2)
-        return value, state_of(net)
+        return LossOutput(value, state=state_of(net))
 
     return loss
 
@@ -63,16 +63,16 @@ def test_an_nnx_model_trains_with_each_ranks_own_statistics_and_dropout():
     # flax keeps running statistics in float32 whatever the parameters are, and JAX warns where float64 flows into them.
     state = jax.tree.map(lambda leaf: leaf.astype(WIDE) if leaf.dtype == jnp.float32 else leaf, state)
     ranks_state = per_rank(state, mesh)
-    result = value_and_grad(loss_of(graphdef), mesh, has_state=True)(sharded, batch(), ranks_state)
+    result = value_and_grad(loss_of(graphdef), mesh)(sharded, batch(), ranks_state)
 
     def loss_of_rank(params, rank):
         own = jax.tree.map(lambda leaf: leaf[rank], ranks_state)
         part = jax.tree.map(lambda leaf: np.split(leaf, world_size)[rank], batch())
-        return loss_of(graphdef)(params, own, part)
+        return loss_of(graphdef)(params, part, own)
 
     def mean_loss(params):
-        losses, states = zip(*(loss_of_rank(params, rank) for rank in range(world_size)), strict=True)
-        return sum(losses) / world_size, states
+        outputs = [loss_of_rank(params, rank) for rank in range(world_size)]
+        return sum(each.loss for each in outputs) / world_size, [each.state for each in outputs]
 
     (loss, states), grads = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params)
     np.testing.assert_allclose(result.loss, loss, rtol=RTOL)
@@ -135,14 +135,14 @@ def test_a_holders_loss_is_that_of_the_module_and_keeps_its_state():
         out = module(batch["x"])
         return jnp.mean((out - batch["y"]) ** 2)
 
-    wanted = loss_of(graphdef)(params, state, batch())
-    found = holder.loss(of_module)(params, state, batch())
+    wanted = loss_of(graphdef)(params, batch(), state)
+    found = holder.loss(of_module)(params, batch(), state)
     same(found, wanted)
-    loss, (after, aux) = holder.loss(lambda *args: (of_module(*args), 7), has_aux=True)(params, state, batch())
-    same((loss, after), wanted)
-    assert aux == 7
+    output = holder.loss(lambda *args: LossOutput(of_module(*args), aux=7))(params, batch(), state)
+    same((output.loss, output.state), (wanted.loss, wanted.state))
+    assert output.aux == 7
     result = jax.eval_shape(
-        value_and_grad(holder.loss(of_module), mesh_of_size(2), has_state=True), holder.sharded, batch(), holder.state
+        value_and_grad(holder.loss(of_module), mesh_of_size(2)), holder.sharded, batch(), holder.state
     )
     assert jax.tree.structure(result.state) == jax.tree.structure(holder.state)
 

@@ -15,7 +15,7 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
-from jax_backend import Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
+from jax_backend import LossOutput, Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder._observed_loss import ObservedLoss
 from jax_backend.recorder._shards import ShardPieces
@@ -126,15 +126,14 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
 def test_an_observed_loss_returns_its_interior_as_aux(has_state, has_aux):
     params, state, aux = {"a": [jnp.arange(2.0)]}, {"count": jnp.int32(3)}, jnp.ones(2)
 
-    def loss(params, *rest):
+    def loss(params, batch, **given):
         tell("m", "output", params["a"][0] * 2)
         found = params["a"][0].sum()
-        after = {"count": rest[0]["count"] + 1} if has_state else None
-        also = (after, aux) if has_state and has_aux else after if has_state else aux
-        return (found, also) if has_state or has_aux else found
+        after = {"count": given["state"]["count"] + 1} if has_state else None
+        return LossOutput(found, aux if has_aux else None, after) if has_state or has_aux else found
 
-    observed = ObservedLoss(loss, has_state=has_state, has_aux=has_aux)
-    found, weight, after, (own, interior) = observed(params, state if has_state else None, 0, None)
+    observed = ObservedLoss(loss)
+    found, (own, interior), after, weight = observed(params, state if has_state else None, 0, None)
     assert found == 1.0 and weight is None
     assert after["count"] == 4 if has_state else after is None
     assert own is (aux if has_aux else None)

@@ -15,7 +15,18 @@ from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy, Sync
 from crossframe.trace import COLLECTIVES, difference
-from jax_backend import LocalGrads, make_mesh, pieces_of, scan, shard, trace_of, unshard, value_and_grad, writeback
+from jax_backend import (
+    LocalGrads,
+    LossOutput,
+    make_mesh,
+    pieces_of,
+    scan,
+    shard,
+    trace_of,
+    unshard,
+    value_and_grad,
+    writeback,
+)
 from tests.conftest import EXHAUSTIVE
 from tests.on_jax.helpers.small import ATOL, UNITS, small_batch, small_loss, small_map, small_params, wide
 from tests.on_jax.helpers.stacked import MODES, stacked_loss, stacked_params
@@ -258,12 +269,13 @@ def test_ranks_with_fewer_samples_count_for_less(mode):
     def loss(params, batch):
         rows, mask = batch
         weight = mask.sum()
-        return ((rows @ params["w"]) ** 2 * mask).sum() / jnp.maximum(weight, 1), weight
+        loss = ((rows @ params["w"]) ** 2 * mask).sum() / jnp.maximum(weight, 1)
+        return LossOutput(loss, weight=weight)
 
     def over_samples(params):
         return jnp.mean((x[:3] @ params["w"]) ** 2)
 
-    result = value_and_grad(loss, mesh, mode=mode, has_weight=True)(shard(params, mesh), (x, there))
+    result = value_and_grad(loss, mesh, mode=mode)(shard(params, mesh), (x, there))
     wanted, grads = jax.value_and_grad(over_samples)(params)
     np.testing.assert_allclose(result.loss, wanted, rtol=ATOL)
     close(unshard(result.grads), grads)

@@ -1,10 +1,12 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from crossframe.errors import UsageError
-from jax_backend import ShardedParams, per_rank, shard, unshard, value_and_grad
+from jax_backend import LossOutput, ShardedParams, per_rank, shard, unshard, value_and_grad
 from tests.on_jax.helpers.small import (
     ATOL,
     EPS,
@@ -80,21 +82,21 @@ def test_rng_is_folded_with_the_rank():
 
     key = jax.random.key(11)
     for rng in (key, jax.random.key_data(key)):
-        losses = value_and_grad(loss, mesh_of_size(3), has_rng=True)(sharded_over(3), small_batch(), rng=rng).losses
+        losses = value_and_grad(loss, mesh_of_size(3))(sharded_over(3), small_batch(), rng=rng).losses
         expected = [jax.random.uniform(jax.random.fold_in(key, rank), dtype=WIDE) for rank in range(3)]
         np.testing.assert_array_equal(losses, np.array(expected))
 
 
 def test_state_and_aux_are_each_ranks_own():
-    def loss(params, state, batch):
+    def loss(params, batch, state):
         mean = batch["x"].mean(0)
         new = {"count": state["count"] + 1, "mean": 0.5 * state["mean"] + 0.5 * mean, "key": state["key"]}
-        return small_loss(params, batch), (new, {"sum": batch["x"].sum(), "first": batch["x"][0]})
+        return LossOutput(small_loss(params, batch), aux={"sum": batch["x"].sum(), "first": batch["x"][0]}, state=new)
 
     mesh = mesh_of_size(3)
     state = per_rank({"count": jnp.int32(4), "mean": jnp.ones(3), "key": jax.random.key(0)}, mesh)
     batch = small_batch()
-    result = value_and_grad(loss, mesh, has_state=True, has_aux=True)(sharded_over(3), batch, state)
+    result = value_and_grad(loss, mesh)(sharded_over(3), batch, state)
     np.testing.assert_array_equal(result.state["count"], [5, 5, 5])
     assert result.state["count"].dtype == jnp.int32
     assert result.aux["first"].shape == (3, 3)
@@ -104,29 +106,28 @@ def test_state_and_aux_are_each_ranks_own():
         np.testing.assert_allclose(result.state["mean"][rank], 0.5 + 0.5 * x.mean(0), rtol=45 * EPS)
         np.testing.assert_allclose(result.aux["sum"][rank], x.sum(), rtol=450 * EPS)
         np.testing.assert_array_equal(result.aux["first"][rank], x[0])
-    again = value_and_grad(loss, mesh, has_state=True, has_aux=True)(sharded_over(3), batch, result.state)
+    again = value_and_grad(loss, mesh)(sharded_over(3), batch, result.state)
     np.testing.assert_array_equal(again.state["count"], [6, 6, 6])
 
 
 @pytest.mark.parametrize("has_state", [True, False])
 def test_state_alone_or_aux_alone_stands_beside_the_loss(has_state):
-    def loss(params, *rest):
-        return small_loss(params, rest[-1]), {"n": rest[0]["n"] + 1} if has_state else {"n": jnp.int32(1)}
+    def loss(params, batch, state=None):
+        new: Any = {"state": {"n": state["n"] + 1}} if has_state else {"aux": {"n": jnp.int32(1)}}
+        return LossOutput(small_loss(params, batch), **new)
 
     mesh = mesh_of_size(2)
     state = {"state": {"n": jnp.zeros(2, jnp.int32)}} if has_state else {}
-    result = value_and_grad(loss, mesh, has_state=has_state, has_aux=not has_state)(
-        sharded_over(2), small_batch(), **state
-    )
+    result = value_and_grad(loss, mesh)(sharded_over(2), small_batch(), **state)
     np.testing.assert_array_equal((result.state if has_state else result.aux)["n"], [1, 1])
 
 
 def refused(match, loss=small_loss, world_size=2, args=None, state=None, rng=None, **kwargs):
     ran = []
 
-    def watched(*inputs):
+    def watched(*inputs, **given):
         jax.debug.callback(lambda: ran.append(1))
-        return loss(*inputs)
+        return loss(*inputs, **given)
 
     step = value_and_grad(watched, mesh_of_size(world_size), **kwargs)
     with pytest.raises(UsageError, match=match):
@@ -137,26 +138,22 @@ def refused(match, loss=small_loss, world_size=2, args=None, state=None, rng=Non
 def test_a_loss_that_is_no_floating_scalar_is_refused_before_it_runs():
     refused(r"floating scalar as loss, got shape \(6, 3\) and dtype " + WIDE, lambda params, batch: batch["x"])
     refused(r"floating scalar as loss, got shape \(\) and dtype int32", lambda params, batch: jnp.int32(1))
-    refused("scalar loss, got tuple.*has_aux=True", lambda params, batch: (small_loss(params, batch), 1))
+    refused(r"scalar loss, got tuple; .*LossOutput\(loss, aux", lambda params, batch: (small_loss(params, batch), 1))
     refused("scalar loss, got float", lambda params, batch: 1.0)
 
 
-def test_results_of_another_form_than_declared_are_refused():
-    refused(r"return \(loss, aux\), got Array|return \(loss, aux\), got .*Tracer", has_aux=True)
-
-    def three(params, state, batch):
-        return small_loss(params, batch), state, 1
-
+def test_a_state_goes_in_if_and_only_if_one_comes_out():
     state = {"n": jnp.zeros(2)}
-    refused(r"return \(loss, \(state, aux\)\), got a tuple of 3", three, state=state, has_state=True, has_aux=True)
+    refused("takes a state and returned none", lambda params, batch, state: small_loss(params, batch), state=state)
+    loss = lambda params, batch: LossOutput(small_loss(params, batch), state={"n": jnp.zeros(())})  # noqa: E731
+    refused("returned a state and takes none; pass state=", loss)
 
 
 def test_a_state_that_changes_its_form_is_refused():
     def returning(change):
-        return lambda params, state, batch: (small_loss(params, batch), change(state))
+        return lambda params, batch, state: LossOutput(small_loss(params, batch), state=change(state))
 
-    state = {"n": jnp.zeros((2, 3))}
-    kwargs = {"state": state, "has_state": True}
+    kwargs: Any = {"state": {"n": jnp.zeros((2, 3))}}
     refused(r"keep its structure, with leaves \['n'\], got \[\]", returning(lambda s: {}), **kwargs)
     refused(
         rf"state leaf 'n': expected .*\(3,\), '{WIDE}'.*got .*\(4,\)", returning(lambda s: {"n": jnp.ones(4)}), **kwargs
@@ -171,14 +168,9 @@ def test_arguments_that_do_not_fit_are_refused():
         args=(sharded_over(2), batch),
     )
     refused(r"batch leaf 'n': .*got shape \(\)", args=(sharded_over(2), {"n": 3}))
-    refused("state: expected one, since has_state=True, got None", has_state=True)
-    refused("rng: expected one, since has_rng=True, got None", has_rng=True)
-    refused("state: expected None, got one; pass has_state=True", state={"n": jnp.zeros(2)})
-    refused("rng: expected None, got one; pass has_rng=True", rng=jax.random.key(0))
     refused(
         r"state leaf 'n': expected a leading rank axis of size 2, got shape \(3,\)",
         state={"n": np.ones(3)},
-        has_state=True,
     )
 
 
