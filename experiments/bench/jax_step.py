@@ -249,7 +249,7 @@ def _contestant(name: str, config: GPTConfig, batch: int, devices: Any, *, late_
         names: Any = (
             {"stacked": ("blocks",)} if scanned else {"units": definition.units, "param_map": definition.param_map}
         )
-        given: Any = jax_backend.shard(params, mesh, **names)
+        given: Any = jax_backend.shard(params, mesh, layout="flat", **names)
         mode = "jit" if "jit" in name else "shard_map"
         step = jax_backend.value_and_grad(loss, mesh, mode=mode, late_gathers=late_gathers)
 

@@ -218,7 +218,7 @@ def watch_all(model: Any) -> None:
 def linen_modules(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss function whose modules of flax.linen tell the recorder their inputs and outputs."""
 
-    def told(*args: Any) -> Any:
+    def told(*args: Any, **given: Any) -> Any:
         from flax import linen
 
         from jax_backend.activations import INPUT, OUTPUT, module_scope, tell
@@ -234,6 +234,6 @@ def linen_modules(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
             return output
 
         with linen.intercept_methods(intercept):
-            return loss_fn(*args)
+            return loss_fn(*args, **given)
 
     return told

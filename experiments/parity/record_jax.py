@@ -76,7 +76,9 @@ def shard_model(settings: RunSettings, params: Any, mesh: Mesh) -> ShardedParams
     """The initial values of a run, sharded; `params` gives their tree and shapes."""
     definition = settings.definition
     params = load_flax.nnx_params(definition, params, settings.initial_params)
-    return shard(params, mesh, units=definition.units, param_map=definition.param_map, mp_policy=settings.policy)
+    units, param_map = definition.units, definition.param_map
+    # The layout of FSDP1, which the other side of a parity run uses.
+    return shard(params, mesh, units=units, param_map=param_map, layout="flat", mp_policy=settings.policy)
 
 
 def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:

@@ -84,12 +84,12 @@ class Source(NamedTuple):
     """What a bucket is gathered from.
 
     Attributes:
-        line: the shard, of shape (padded_shard_numel,).
+        shard: the rank's part of the bucket's arrays.
         probe: None, or zeros of shape (gathered_numel,), whose gradient is this rank's own, before any reduction.
         waiting: None, or this rank's own gradient of earlier microbatches, of the same shape, added before the reduction.
     """
 
-    line: Any
+    shard: Any
     probe: Any = None
     waiting: Any = None
 
@@ -104,24 +104,23 @@ def gather(
         nothing is reduced now. Frozen buckets get none.
     """
 
-    def whole(shard: jax.Array) -> dict[str, jax.Array]:
-        line = shard.astype(precision.gathered)
+    def whole(shard: Any) -> dict[str, jax.Array]:
         # One scope, so that `_late_gathers` cuts where it gathers.
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
+            line = bucket.to_line(shard).astype(precision.gathered)
             found = bucket.views(all_gather(line, bucket.label, reduction.placed_on))
         return tree.leaves_of(bucket, found)
 
     if not bucket.trainable:
-        return whole(jax.lax.stop_gradient(source.line))
-    shape, dtype = source.line.shape, source.line.dtype
+        return whole(jax.lax.stop_gradient(source.shard))
 
     @jax.custom_vjp
     def gathered(source: Source) -> dict[str, jax.Array]:
-        return whole(source.line)
+        return whole(source.shard)
 
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
     def forward(source: Source) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        return whole(source.line), source.waiting
+        return whole(source.shard), source.waiting
 
     def backward(waiting: jax.Array | None, grads: dict[str, jax.Array]) -> tuple[Source]:
         own = joined(tree, bucket, grads)
@@ -129,8 +128,12 @@ def gather(
             own = own.astype(precision.accumulated(reduction.api))
         if waiting is not None:
             own = own + waiting
-        # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
-        part = reduction(bucket.label, own, precision).astype(dtype) if reduction.now else jnp.zeros(shape, dtype)
+        if reduction.now:
+            # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
+            line = reduction(bucket.label, own, precision)
+            part = jax.tree.map(lambda new, old: new.astype(old.dtype), bucket.from_line(line), source.shard)
+        else:
+            part = jax.tree.map(jnp.zeros_like, source.shard)
         probe = None if source.probe is None else own.astype(source.probe.dtype)
         return (Source(part, probe, None if waiting is None else jnp.zeros_like(waiting)),)
 

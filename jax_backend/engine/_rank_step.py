@@ -29,8 +29,6 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
         state, waiting = (jax.tree.map(lambda leaf: leaf[0], each) for each in (state, waiting))
         rng = None if rng is None else jax.random.fold_in(rng, rank_index(axes))
         own = StepInputs(batch, state, rng, seed)
-        lines = {name: tree.by_name[name].to_line(each) for name, each in {**shards, **frozen}.items()}
-        trained = {bucket.name: lines.pop(bucket.name) for bucket in tree.trainable}
 
         def apply(full: dict[str, Any], stacked: dict[str, Source]) -> Any:
             params = params_of(tree, full, stacked, gathered, step.frees(tree))
@@ -42,16 +40,16 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
             counts = weight * step.mesh.size / sum_over_ranks(weight, axes)
             return loss * counts.astype(loss.dtype), (loss, weight, state, aux)
 
-        def loss_of(trained: dict[str, jax.Array], probes: dict[str, jax.Array]) -> Any:
-            return over_shards(tree, step, gathered, apply)(sources_of({**lines, **trained}, probes, waiting))
+        def loss_of(shards: dict[str, Any], probes: dict[str, jax.Array]) -> Any:
+            return over_shards(tree, step, gathered, apply)(sources_of({**frozen, **shards}, probes, waiting))
 
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if step.late_gathers:
             differentiate = gather_late(differentiate, axes if step.reduction.placed_on is not None else None)
-        (_, rest), (grads, local) = differentiate(trained, probes_of(tree, step))
+        (_, rest), (grads, local) = differentiate(shards, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:
-            reduced = {b.name: b.from_line(kept(b, grads[b.name], tree.policy)) for b in tree.trainable}
+            reduced = {bucket.name: kept(bucket, grads[bucket.name], tree.policy) for bucket in tree.trainable}
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (*rest, local)), reduced
 
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions

@@ -82,10 +82,10 @@ class Step:
 
 
 def sources_of(
-    lines: Mapping[str, Any], probes: Mapping[str, Any], waiting: Mapping[str, Any] | None
+    shards: Mapping[str, Any], probes: Mapping[str, Any], waiting: Mapping[str, Any] | None
 ) -> dict[str, Source]:
-    """The Source of each bucket, from lines, probes and waiting gradients by bucket."""
-    return {name: Source(line, probes.get(name), (waiting or {}).get(name)) for name, line in lines.items()}
+    """The Source of each bucket, from shards, probes and waiting gradients by bucket."""
+    return {name: Source(shard, probes.get(name), (waiting or {}).get(name)) for name, shard in shards.items()}
 
 
 def over_shards(
@@ -151,6 +151,6 @@ def probes_of(tree: ParamTree, step: Step) -> dict[str, jax.Array]:
     return found
 
 
-def kept(bucket: Bucket, line: jax.Array, policy: PrecisionPolicy) -> jax.Array:
-    """A reduced gradient in the dtype that the policy keeps it in."""
-    return line.astype(policy.resolve(bucket.layout.dtype).kept)
+def kept(bucket: Bucket, grads: Any, policy: PrecisionPolicy) -> Any:
+    """Reduced gradients of a bucket in the dtype that the policy keeps them in."""
+    return jax.tree.map(lambda grad: grad.astype(policy.resolve(bucket.layout.dtype).kept), grads)

@@ -2,9 +2,9 @@
 
 [Note: what an optimizer sees] Under the flat and the ragged layout a leaf of ShardedParams is a whole bucket in one line. A
 transformation that treats each element by itself (Adam), or all elements of the model alike (clipping by the global norm), gives
-the same there as on parameters. One that depends on leaves (LAMB, Adafactor, Muon, a mask by ndim or name) does not: it is tried
-on small parameters first (`_optimizer_probe`), and rejected. Under the per-parameter layout leaves are parameters, but padded:
-optax is given them without the padding, in the user's own shapes and axis order.
+the same there as on parameters. One that depends on leaves (LAMB, Adafactor, Muon, a mask by ndim or name) does not, and is
+rejected (`_known_transformations.py`). Under the per-parameter layout leaves are parameters, but padded: optax is given them
+without the padding, in the user's own shapes and axis order.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,15 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
 from jax_backend.mesh._device_mesh import SHARD_AXIS, check_mesh
-from jax_backend.optimizer._optimizer_probe import check_init, check_update
+from jax_backend.optimizer._known_transformations import check_elementwise
 from jax_backend.shards._bucket import Bucket, grown, shrunk
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
 
-def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None) -> Any:
+def sharded_optimizer(
+    tx: optax.GradientTransformation, mesh: Mesh | None = None, *, elementwise: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """`tx` for ShardedParams: each rank has its shard of the results of `tx` on full parameters.
 
     `init(params)` and `update(grads, state, params)` take parameters with or without frozen ones; updates are of trained ones:
@@ -37,15 +39,14 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
     (R05). Call `update` inside jit.
 
     Args:
-        tx: any transformation of optax.
+        tx: any transformation of optax. Under "flat" and "ragged", one that treats elements one by one or all alike.
         mesh: the mesh of the state; None: that of the parameters, if `init` is called outside jit, else XLA chooses the devices.
 
-    Returns:
-        An optax.GradientTransformationExtraArgs.
+        elementwise: for "flat" and "ragged": state that `tx` treats elements one by one or all alike, if it is not of optax.
 
     Raises:
-        UnsupportedError: by init or the first update, under "flat" and "ragged": a transformation that gives other results on
-            buckets than on parameters, as far as small examples show (see `jax_backend.optimizer._optimizer_probe`).
+        UnsupportedError: by init or update, under "flat" and "ragged": a transformation that depends on leaves, or one that is
+            not known and not stated to be elementwise.
         UsageError: not a transformation; or a state of other parameters.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
@@ -57,6 +58,8 @@ def sharded_optimizer(tx: optax.GradientTransformation, mesh: Mesh | None = None
 
     def view_of(tree: ParamTree) -> _OnLines | _OnParams:
         if tree not in views:
+            if not (tree.is_per_param or elementwise):
+                check_elementwise(tx, tree.trainable[0].layout.kind)
             views[tree] = (_OnParams if tree.is_per_param else _OnLines)(tx, tree)
         return views[tree]
 
@@ -89,18 +92,14 @@ class _OnLines:
     """A transformation that is given buckets, some of them lines; see [Note: what an optimizer sees]."""
 
     def __init__(self, tx: optax.GradientTransformation, tree: ParamTree) -> None:
-        self._tx, self._tree, self._checked = optax.with_extra_args_support(tx), tree, False
+        self._tx, self._tree = optax.with_extra_args_support(tx), tree
 
     def init(self, params: ShardedParams) -> Any:
-        check_init(self._tx, self._tree)
         return self._tx.init(params)  # type: ignore[arg-type]
 
     def update(
         self, grads: ShardedParams, state: Any, params: ShardedParams | None, extra: Mapping[str, Any]
     ) -> tuple[ShardedParams, Any]:
-        if not self._checked:
-            check_update(self._tx, self._tree, extra, with_params=params is not None)
-            self._checked = True
         updates, state = self._tx.update(grads, state, params, **extra)  # type: ignore[arg-type]
         zeroed = {name: self._tree.by_name[name].zero_padding(each) for name, each in updates.shards.items()}  # type: ignore[attr-defined]
         return ShardedParams(zeroed, self._tree), state

@@ -77,7 +77,7 @@ class Bucket:
         return P(*(None,) * len(self.lead), SHARD_AXIS)
 
     def to_line(self, shard: Any) -> Any:
-        """One rank's part of the arrays as a line."""
+        """One rank's part of the arrays, or of one layer of them, as a line."""
         return shard
 
     def from_line(self, line: Any) -> Any:
@@ -184,7 +184,10 @@ class PerParamBucket(Bucket):
         return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
 
     def to_line(self, shard: Any) -> jax.Array:
-        return jnp.concatenate([shard[spec.name].reshape(*self.lead, -1) for spec in self.layout.params], axis=-1)
+        arrays = ((shard[spec.name], len(spec.shape)) for spec in self.layout.params)
+        return jnp.concatenate(
+            [array.reshape(*array.shape[: array.ndim - ndim], -1) for array, ndim in arrays], axis=-1
+        )
 
     def from_line(self, line: Any) -> dict[str, Any]:
         return {

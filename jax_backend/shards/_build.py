@@ -26,7 +26,7 @@ class Options:
 
     units: Iterable[str] = ()
     param_map: ParamMap | None = None
-    layout: str = "flat"
+    layout: str = "per_param"
     mp_policy: PrecisionPolicy | None = None
     reshard_after_forward: bool | None = None
     frozen: Collection[str] | Callable[[str], bool] = ()

@@ -79,7 +79,7 @@ def shard(
     mesh: Mesh,
     *,
     units: Iterable[str] = (),
-    layout: str = "flat",
+    layout: str = "per_param",
     mp_policy: PrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     param_map: ParamMap | None = None,
@@ -98,7 +98,9 @@ def shard(
         mesh: from `make_mesh`.
         units: canonical names of the modules that are units; the root "" always is. A parameter belongs to the nearest enclosing
             unit. Its parameters are in the order of the map.
-        layout: "flat" as in torch's FSDP1 (R04), "per_param" as in FSDP2 (R07), or "ragged" (R09).
+        layout: "per_param": an array for each parameter, in its own shape, for every transformation of optax; torch's FSDP2 has
+            the same shards (R07). "flat": an array for each unit, as in torch's FSDP1 (R04). "ragged": the same, whose shards
+            begin and end between rows (R09).
         mp_policy: the dtypes in which parameters are gathered and gradients reduced; None: as they are stored.
         reshard_after_forward: whether backward gathers again; None: as the strategy says, but not for the root (R13).
         param_map: canonical names, order and axis orders. Default: the pytree's own paths, order and axes.

@@ -24,7 +24,7 @@ def reduced(world_size, draw, dtype, **kwargs):
     grads = [small_params(dtype, draw=draw) for _ in range(world_size)]
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *grads)
     mesh = mesh_of_size(world_size)
-    sharded = shard(small_params(dtype), mesh, units=UNITS, param_map=small_map(), **kwargs)
+    sharded = shard(small_params(dtype), mesh, units=UNITS, param_map=small_map(), **{"layout": "flat", **kwargs})
     result = value_and_grad(linear_loss, mesh, local_grads=True)(sharded, batch)
     expected = {
         unit: ReferenceUnit(layout, canonical(small_params(dtype))).reduce(
@@ -56,7 +56,7 @@ def test_R26_FSDP2_divides_between_the_two_sums_of_a_hybrid_mesh(mode):
     rng = np.random.default_rng(4)
     grads = [small_params("float32", draw=lambda shape: rng.integers(-50, 50, size=shape)) for _ in range(4)]
     mesh = make_mesh(MeshSpec(shard=2, replicate=2))
-    sharded = shard(small_params("float32"), mesh, units=UNITS, param_map=small_map())
+    sharded = shard(small_params("float32"), mesh, units=UNITS, param_map=small_map(), layout="flat")
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *grads)
     result = value_and_grad(linear_loss, mesh, mode=mode, api=Api.FSDP2)(sharded, batch)
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *grads)

@@ -127,7 +127,7 @@ def test_R11_a_unit_of_two_dtypes_has_two_buckets_or_is_refused():
     params = {"w": np.ones((3, 2), np.float32), "s": np.ones(3, np.float16)}
     mesh = make_mesh(MeshSpec(2))
     with pytest.raises(LayoutError, match="'s' is float16, 'w' is float32"):
-        shard(params, mesh)
+        shard(params, mesh, layout="flat")
     sharded = shard(params, mesh, layout="per_param")
     assert [bucket.name for bucket in sharded.tree.buckets] == ["", ":float32"]
     result = value_and_grad(lambda p, x: p["w"].sum() * p["s"].sum() * x.sum(), mesh)(sharded, np.ones(2))
@@ -333,7 +333,7 @@ def test_stacked_blocks_outside_of_a_scan_are_refused():
         ({"layout": "square"}, "layout: expected one of"),
         ({"mp_policy": "bfloat16"}, "mp_policy: expected a PrecisionPolicy"),
         ({"reshard_after_forward": 2}, "reshard_after_forward: expected None, True or False, got 2"),
-        ({"dims": lambda spec: 0}, "dims: expected None with layout='flat'"),
+        ({"dims": lambda spec: 0, "layout": "flat"}, "dims: expected None with layout='flat'"),
         ({"frozen": "blocks"}, r"pass \('blocks',\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -22,7 +22,7 @@ def bits(array):
 def test_R04_R05_the_shard_of_rank_i_is_the_references_bit_for_bit(world_size, keep_original, dtype):
     params = small_params(dtype)
     mesh = mesh_of_size(world_size)
-    sharded = shard(params, mesh, units=UNITS, param_map=small_map(), keep_original=keep_original)
+    sharded = shard(params, mesh, units=UNITS, param_map=small_map(), keep_original=keep_original, layout="flat")
     for unit, layout in sharded.tree.units:
         reference = ReferenceUnit(layout, canonical(params), fill=False)
         array = sharded.shards[unit]
@@ -34,7 +34,7 @@ def test_R04_R05_the_shard_of_rank_i_is_the_references_bit_for_bit(world_size, k
 
 
 def test_R01_R02_units_and_order_are_torchs_whatever_the_order_of_the_pytree():
-    sharded = shard(small_params(), mesh_of_size(2), units=UNITS, param_map=small_map())
+    sharded = shard(small_params(), mesh_of_size(2), units=UNITS, param_map=small_map(), layout="flat")
     assert [name for name, _ in sharded.tree.units] == ["", "blocks.0", "blocks.1"]
     layouts = sharded.tree.layouts
     assert [spec.name for spec in layouts[""].params] == ["inp.weight", "inp.bias", "out.weight", "out.bias"]
@@ -48,21 +48,21 @@ def test_R01_the_order_inside_a_unit_is_the_maps_also_across_modules():
     params = wide({"a": {"u": np.zeros(2), "v": np.ones(3)}, "b": {"w": np.full(2, 2.0)}})
     names = ("a.v", "b.w", "a.u")
     pmap = ParamMap(tuple(MapEntry(name, name) for name in names))
-    sharded = shard(params, mesh_of_size(1), param_map=pmap, keep_original=False)
+    sharded = shard(params, mesh_of_size(1), param_map=pmap, keep_original=False, layout="flat")
     assert tuple(spec.name for spec in sharded.tree.layouts[""].params) == names
     np.testing.assert_array_equal(shards_of(sharded, 0)[""], [1, 1, 1, 2, 2, 0, 0])
 
 
 def test_without_a_map_paths_and_axes_are_the_pytrees_own():
     params = wide({"b": [np.arange(6.0).reshape(2, 3)], "a": np.float64([9.0])})
-    sharded = shard(params, mesh_of_size(1), keep_original=False)
+    sharded = shard(params, mesh_of_size(1), keep_original=False, layout="flat")
     assert [spec.name for spec in sharded.tree.layouts[""].params] == ["a", "b.0"]
     np.testing.assert_array_equal(shards_of(sharded, 0)[""], [9, 0, 1, 2, 3, 4, 5])
 
 
 def test_R06_pieces_are_the_references_and_hold_no_padding():
     params = small_params()
-    sharded = shard(params, mesh_of_size(4), units=UNITS, param_map=small_map())
+    sharded = shard(params, mesh_of_size(4), units=UNITS, param_map=small_map(), layout="flat")
     for rank in range(4):
         expected = {}
         for _, layout in sharded.tree.units:
@@ -79,7 +79,9 @@ def test_R07_other_layouts_of_the_core_can_be_given_by_unit(world_size):
     params = small_params()
     specs = tuple(ParamSpec(f"blocks.0.{n}", s, WIDE) for n, s in (("bias", (5,)), ("weight", (5, 5))))
     given = {"blocks.0": PerParamLayout(specs, world_size)}
-    sharded = shard(params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), unit_layouts=given)
+    sharded = shard(
+        params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), unit_layouts=given, layout="flat"
+    )
     assert sharded.tree.layouts["blocks.0"] is given["blocks.0"]
     reference = ReferenceUnit(given["blocks.0"], canonical(params), fill=False)
     for rank in range(world_size):
@@ -89,20 +91,20 @@ def test_R07_other_layouts_of_the_core_can_be_given_by_unit(world_size):
 
 
 def test_a_pytree_whose_static_part_survives_tree_map_and_jit():
-    sharded = shard(small_params(), mesh_of_size(2), units=UNITS, param_map=small_map())
+    sharded = shard(small_params(), mesh_of_size(2), units=UNITS, param_map=small_map(), layout="flat")
     doubled = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))(sharded)
     assert isinstance(doubled, ShardedParams)
     assert doubled.tree == sharded.tree and hash(doubled.tree) == hash(sharded.tree)
     np.testing.assert_array_equal(doubled.shards["blocks.0"], 2 * sharded.shards["blocks.0"])
-    same = shard(small_params(seed=5), mesh_of_size(2), units=UNITS, param_map=small_map())
+    same = shard(small_params(seed=5), mesh_of_size(2), units=UNITS, param_map=small_map(), layout="flat")
     assert same.tree == sharded.tree and hash(same.tree) == hash(sharded.tree)
-    other = shard(small_params(), mesh_of_size(2), units=UNITS[:1], param_map=small_map())
+    other = shard(small_params(), mesh_of_size(2), units=UNITS[:1], param_map=small_map(), layout="flat")
     assert other.tree != sharded.tree
 
 
 def refused(error, match, params=None, world_size=2, **kwargs):
     with pytest.raises(error, match=match):
-        shard(small_params() if params is None else params, mesh_of_size(world_size), **kwargs)
+        shard(small_params() if params is None else params, mesh_of_size(world_size), **{"layout": "flat", **kwargs})
 
 
 def test_leaves_that_are_no_floating_arrays_are_refused_by_path():
@@ -168,7 +170,7 @@ def test_given_layouts_that_do_not_fit_are_refused():
 
 
 def test_reading_shards_of_what_is_not_there_is_refused():
-    sharded = shard(small_params(), mesh_of_size(2))
+    sharded = shard(small_params(), mesh_of_size(2), layout="flat")
     with pytest.raises(MeshError, match="rank from 0 to 1, got 2"):
         shards_of(sharded, 2)
     with pytest.raises(UsageError, match="expected ShardedParams, got dict"):
@@ -196,17 +198,17 @@ def test_reading_shards_of_what_is_not_there_is_refused():
 )
 def test_options_of_another_kind_are_refused(name, value):
     with pytest.raises(UsageError, match=rf"^{name}: expected .*(got|not).* "):
-        shard(small_params("float32"), mesh_of_size(2), **{name: value})
+        shard(small_params("float32"), mesh_of_size(2), **{"layout": "flat", name: value})
 
 
 def test_units_given_as_one_string_are_refused():
     with pytest.raises(UsageError, match=r"pass \('block',\)"):
-        shard(wide({"block": {"w": np.ones(3)}}), mesh_of_size(2), units="block")
+        shard(wide({"block": {"w": np.ones(3)}}), mesh_of_size(2), units="block", layout="flat")
 
 
 def test_a_unit_without_elements_is_sharded_and_trained_around():
     mesh = mesh_of_size(2)
-    sharded = shard(wide({"w": np.ones(3), "empty": {"z": np.zeros((0,))}}), mesh, units=("empty",))
+    sharded = shard(wide({"w": np.ones(3), "empty": {"z": np.zeros((0,))}}), mesh, units=("empty",), layout="flat")
     step = value_and_grad(lambda params, batch: (params["w"] * batch).sum() + params["empty"]["z"].sum(), mesh)
     result = step(sharded, np.ones((2, 3)))
     assert float(result.loss) == 3.0

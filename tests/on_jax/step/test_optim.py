@@ -12,6 +12,7 @@ import pytest
 from crossframe import MeshSpec
 from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
+from jax_backend.optimizer._known_transformations import ELEMENTWISE, check_elementwise, parts_of
 from tests.on_jax.helpers.small import (
     ATOL,
     UNITS,
@@ -139,9 +140,11 @@ BY_LEAF = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("lamb", marks=pytest.mark.exhaustive),
+        "lamb",
         "adafactor",
-        pytest.param("muon", marks=pytest.mark.exhaustive),
+        "muon",
+        "mask of ndim",
+        "mask of names",
     ],
 )
 def test_R07_what_goes_by_leaves_sees_parameters_in_their_true_shapes_under_per_param(name):
@@ -171,12 +174,57 @@ def test_R07_what_goes_by_leaves_sees_parameters_in_their_true_shapes_under_per_
 def test_what_goes_by_leaves_is_refused_where_a_leaf_is_a_whole_unit(name):
     optim = sharded_optimizer(BY_LEAF[name]())
     sharded = shard(small_params(), mesh_of_size(2), units=("blocks",), layout="flat")
-    with pytest.raises(
-        UnsupportedError, match=r"layout 'flat'.*(updates|state|tried on both).*layout=\"per_param\""
-    ) as caught:
-        jax.eval_shape(lambda params: optim.update(params, optim.init(params), params), sharded)
+    with pytest.raises(UnsupportedError, match=r"layout 'flat'.*(leaf|leaves).*layout=\"per_param\"") as caught:
+        jax.eval_shape(optim.init, sharded)
     if name == "lamb":
         assert "scale_by_trust_ratio" in str(caught.value)
+
+
+def elementwise():
+    """A transformation of each name that is listed, with arguments where it needs some."""
+    given = {
+        "add_decayed_weights": (0.1,), "clip": (0.5,), "clip_by_global_norm": (0.5,), "ema": (0.9,), "scale": (0.5,),
+        "scale_by_schedule": (lambda count: 0.5 + count,), "scale_by_rprop": (1e-2,), "trace": (0.9,),
+    }  # fmt: skip
+    return {name: getattr(optax, name)(*given.get(name, ())) for name in sorted(ELEMENTWISE)}
+
+
+def test_transformations_listed_as_elementwise_give_flat_shards_the_updates_of_parameters():
+    made, mesh, params = elementwise(), mesh_of_size(3), small_params()
+    assert {name: set(parts_of(tx.update)) for name, tx in made.items()} == {name: {name} for name in made}
+    options: Any = {"units": UNITS, "param_map": small_map(), "layout": "flat"}
+    grads = [drawn(seed) for seed in (1, 2)]
+
+    def run(params, grads):
+        found = {}
+        for name, tx in made.items():
+            state = tx.init(params)
+            for each in grads:
+                found[name], state = tx.update(each, state, params)
+        return found
+
+    lines = jax.jit(run)(shard(params, mesh, **options), [shard(each, mesh, **options) for each in grads])
+    for name, wanted in jax.jit(run)(jax.tree.map(jnp.asarray, params), grads).items():
+        close(unshard(lines[name]), wanted)
+
+
+def test_wrapped_transformations_are_known_by_their_parts():
+    adam, named = optax.adam(1e-2), optax.named_chain(("a", optax.clip(1.0)), ("b", optax.lamb(1e-2)))
+    wrapped = [optax.MultiSteps(adam, 2), optax.apply_if_finite(adam, 2), optax.inject_hyperparams(optax.adamw)(1e-2)]
+    for tx in wrapped:
+        check_elementwise(tx, "flat")
+    mask = lambda params: jax.tree.map(lambda leaf: True, params)  # noqa: E731
+    for tx in (named, optax.inject_hyperparams(optax.adamw)(1e-2, mask=mask), optax.MultiSteps(optax.lamb(1e-2), 2)):
+        with pytest.raises(UnsupportedError, match="layout 'ragged'"):
+            check_elementwise(tx, "ragged")
+
+
+def test_a_transformation_of_the_users_own_is_stated_to_be_elementwise():
+    own = optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, state))
+    sharded = shard(small_params(), mesh_of_size(2), layout="flat")
+    with pytest.raises(UnsupportedError, match=r"not known to treat elements one by one.*elementwise=True"):
+        jax.eval_shape(sharded_optimizer(own).init, sharded)
+    jax.eval_shape(sharded_optimizer(own, elementwise=True).init, sharded)
 
 
 STACKED: Any = wide({"blocks": {"w": np.random.default_rng(0).normal(size=(2, 5, 3))}, "b": np.arange(4.0)})

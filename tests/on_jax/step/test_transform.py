@@ -24,7 +24,7 @@ from tests.on_jax.helpers.small import (
 
 
 def sharded_over(world_size, **kwargs):
-    return shard(small_params(**kwargs), mesh_of_size(world_size), units=UNITS, param_map=small_map())
+    return shard(small_params(**kwargs), mesh_of_size(world_size), units=UNITS, param_map=small_map(), layout="flat")
 
 
 def batch_of_rank(batch, rank, world_size):

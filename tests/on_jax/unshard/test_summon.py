@@ -24,7 +24,7 @@ def params():
 
 
 def small(**kwargs):
-    return shard(params(), make_mesh(MESH), shared=SHARED, units=("head",), **kwargs)
+    return shard(params(), make_mesh(MESH), shared=SHARED, units=("head",), **{"layout": "flat", **kwargs})
 
 
 def same(a, b):
@@ -128,7 +128,7 @@ def test_R20_stacked_units_are_shown_with_all_layers(offload):
 def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
     full = wide({name: np.arange(6.0).reshape(2, 3) + i for i, name in enumerate("qkv")})
     joined = ParamMap((MapEntry("qkv", ("q", "k", "v"), "i o -> o i"),))
-    sharded = shard(full, make_mesh(MESH), param_map=joined)
+    sharded = shard(full, make_mesh(MESH), param_map=joined, layout="flat")
     with summon_full_params(sharded) as summoned:
         same(summoned.params, full)
         summoned.params["k"] = summoned.params["k"] * 2
@@ -137,7 +137,7 @@ def test_R20_one_of_several_leaves_that_are_one_parameter_is_edited_alone():
 
 def test_R20_writeback_of_replicas_that_differ_leaves_each_its_own():
     mesh = make_mesh(MeshSpec(shard=1, replicate=2))
-    sharded = shard(wide({"w": np.zeros(2)}), mesh)
+    sharded = shard(wide({"w": np.zeros(2)}), mesh, layout="flat")
     spread = jax.shard_map(
         lambda: jnp.full(2, jax.lax.axis_index("replicate"), float),
         mesh=mesh,
@@ -152,7 +152,7 @@ def test_R20_writeback_of_replicas_that_differ_leaves_each_its_own():
 def test_R22_gradients_that_are_kept_in_low_precision_stay_so():
     policy, mesh = PrecisionPolicy("bfloat16", keep_low_precision_grads=True), make_mesh(MESH)
     full = {"w": np.ones(3, np.float32), "v": np.ones(2, np.float32)}
-    sharded = shard(full, mesh, mp_policy=policy)
+    sharded = shard(full, mesh, mp_policy=policy, layout="flat")
     grads = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), sharded)
     with summon_full_params(sharded, with_grads=True, grads=grads) as summoned:
         assert summoned.grads["w"].dtype == "bfloat16"

@@ -30,14 +30,14 @@ from tests.on_jax.helpers.small import (
 
 def sharded_over(world_size, params=None, **kwargs):
     params = small_params() if params is None else params
-    return shard(params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), **kwargs)
+    return shard(params, mesh_of_size(world_size), units=UNITS, param_map=small_map(), **{"layout": "flat", **kwargs})
 
 
 def test_R19_R20_axes_that_are_not_their_own_inverse_go_there_and_back():
     # A convolution: torch's (out, in, height, width) is flax's (height, width, in, out).
     kernel = wide(np.arange(2.0 * 3 * 4 * 5).reshape(2, 3, 4, 5))
     pmap = ParamMap((MapEntry("conv.weight", "conv.kernel", "h w i o -> o i h w"),))
-    sharded = shard({"conv": {"kernel": kernel}}, mesh_of_size(2), param_map=pmap, keep_original=False)
+    sharded = shard({"conv": {"kernel": kernel}}, mesh_of_size(2), param_map=pmap, keep_original=False, layout="flat")
     line = np.concatenate([shards_of(sharded, rank)[""] for rank in range(2)])
     np.testing.assert_array_equal(line, np.einsum("hwio->oihw", kernel).reshape(-1))
     np.testing.assert_array_equal(unshard(sharded)["conv"]["kernel"], kernel)
