@@ -268,7 +268,7 @@ def record_baseline(
 ) -> None:
     """Run a training command and its perturbed runs, and write a golden: sketches, the spread of the runs, and the manifest.
 
-    COMMAND is [python] SCRIPT ARGUMENTS, or torchrun --nproc-per-node N SCRIPT ARGUMENTS.
+    COMMAND is [NAME=VALUE ...] [python] SCRIPT ARGUMENTS, or [NAME=VALUE ...] torchrun --nproc-per-node N SCRIPT ARGUMENTS.
     """
     from crossframe.cli.baseline import Options, record_golden
 
