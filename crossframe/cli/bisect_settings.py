@@ -164,6 +164,9 @@ def _fact(setting: Setting, value: Any) -> Any:
     if setting.section == COMMAND and setting.name != SCRIPT:
         texts = [words[1] if len(words) > 1 else words[0].partition("=")[2] or words[0] for words in value]
         value = " ".join(texts) if texts != [setting.name] else True
+    elif setting.section == VARIABLES and setting.name.startswith(f"{FLAGS} "):
+        _, equals, text = value.partition("=")
+        value = text if equals else True
     elif not isinstance(value, bool | int | float):
         value = str(value)
     return hidden(setting.label, value)

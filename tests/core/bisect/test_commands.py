@@ -119,6 +119,9 @@ def test_settings_are_exchanged_one_by_one(tmp_path):
     both = SettingsOfTwo(a, b, tmp_path)
     by_name = {setting.label: setting for setting, _ in both.differences}
     assert {*by_name} == {"XLA_FLAGS --y", "TWIST", "script", "world_size", "argument 1", "--lr", "--only-a"}
+    texts = {each.name: each.describe() for _, each in both.differences}
+    assert texts["XLA_FLAGS --y"] == "the variable XLA_FLAGS --y differs: not set in a, 2 in b"
+    assert texts["world_size"] == "the run's world_size differs: 2 in a, 1 in b"
     assert both.command([], 0) == a
     assert both.command([by_name["--lr"], by_name["--only-a"]], 1).arguments == ("data", "--lr", "3")
     assert both.command([by_name["XLA_FLAGS --y"]], 2).variables == {"XLA_FLAGS": "--x=1 --y=2"}
