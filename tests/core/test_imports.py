@@ -41,6 +41,7 @@ EDGES = {
     "flax": {"jax_backend/nnx.py", "jax_backend/linen.py"},
     "equinox": {"jax_backend/equinox.py"},
     "optax": {
+        "jax_backend/optimizer/_known_transformations.py",
         "jax_backend/optimizer/_sharded_optimizer.py",
         "jax_backend/state/_optimizer_state.py",
         "jax_backend/recorder/_optimizer_settings.py",
