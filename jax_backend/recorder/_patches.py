@@ -429,8 +429,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
     return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
 
 
+@functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed
 def shard_map(f: Any = None, /, **options: Any) -> Any:
-    """`jax.shard_map`."""
     if f is None:
         return functools.partial(shard_map, **options)
 
