@@ -1,4 +1,4 @@
-"""`crossframe bisect -- A -- B`: records two commands more and more densely up to where they part, and explains it there.
+"""`crossframe bisect -- A -- B`: records two commands more and more densely up to where they diverge, and explains it there.
 
 `crossframe bisect --settings -- A -- B`: runs A with some of the settings of B, until those that make the runs diverge are found.
 """
@@ -98,7 +98,7 @@ def bisect(
     console: Console,
     errors: Console,
 ) -> int:
-    """Find where two commands part, or which settings make them; returns the exit status.
+    """Find where two commands diverge, or which settings make them; returns the exit status.
 
     Args:
         words: `A -- B`.
@@ -133,7 +133,7 @@ def bisect(
 
 
 class _StepSearch:
-    """The search of the step at which two commands part."""
+    """The search of the step at which two commands diverge."""
 
     def __init__(
         self,
@@ -175,10 +175,8 @@ class _StepSearch:
 
     def _explain(self, recordings: tuple[Recording, Recording], start: int, stop: int, said: PairVerdict) -> int:
         of_whole = f", which is step {stop - start} of runs that go on after {start} steps" if start else ""
-        self.console.print(f"the runs part at step {stop}{of_whole}: {said.reason}", style="bold")
-        self.console.print(
-            f"{self.runs.num_runs} runs, {self.runs.num_kept} more that were kept; in {self.runs.folder}"
-        )
+        self.console.print(f"the runs diverge at step {stop}{of_whole}: {said.reason}", style="bold")
+        self.console.print(f"{self.runs.num_runs} runs, {self.runs.num_kept} reused; in {self.runs.folder}")
         folders = [recording.directory for recording in recordings]
         self.console.print(f"explained: crossframe explain {shlex.join(map(str, folders))}")
         self.runs.conclude({"step": stop, "start": start, "recordings": list(map(str, folders)), "reason": said.reason})
@@ -300,8 +298,8 @@ class _SettingsSearch:
             return UNSETTLED
         found = causes(len(switched), self._test)
         self.console.print(
-            f"{len(switched)} settings differ; {self.runs.num_runs} runs, {self.runs.num_kept} more that were kept, "
-            f"{len(self._unresolved)} of all undecided; in {self.runs.folder}"
+            f"{len(switched)} settings differ; {self.runs.num_runs} runs, {self.runs.num_kept} reused, "
+            f"{len(self._unresolved)} undecided; in {self.runs.folder}"
         )
         for cause in found:
             which = "this setting alone makes"

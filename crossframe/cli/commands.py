@@ -395,10 +395,10 @@ def bisect(
     timeout: Annotated[float, typer.Option(help="Time limit of each run that is traced, in seconds.")] = 600.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the runs of another search.")] = False,
 ) -> None:
-    """Find the step at which two training commands part, and the operator that causes it; or the settings that make them.
+    """Find the step at which two training commands diverge, and the operator that causes it; or the settings that make them.
 
     A and B are commands such as train.py --lr 1e-3, or A=1 torchrun --nproc-per-node 2 train.py. Both are recorded, at first a
-    few steps, then the steps in which they part, and explained.
+    few steps, then the steps in which they diverge, and explained.
 
     With --settings, A is run with some of the environment variables, options and configuration keys of B, until minimal sets
     that make the runs diverge are found.

@@ -102,7 +102,7 @@ def _judge(
         return
     size = 1.0 if rule is not None else gradient.norm / root  # of a step, in units of the rate
     lost = max(rates) * size < unit_roundoff(after.dtype) * after.norm / root
-    text = f"kept its bits for {num} step{'s' * (num > 1)}, although it has a gradient and the optimizer counts steps for it"
+    text = f"did not change in {num} step{'s' * (num > 1)}, although it has a gradient and the optimizer counts steps for it"
     yield UnexpectedMove(
         name, f"{text}: its updates are smaller than rounding in {after.dtype}" if lost else text, lost
     )

@@ -16,6 +16,7 @@ from rich.console import Console
 from crossframe.errors import UsageError
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 RESULTS = HERE / "results" / "watching.json"
 UNTOUCHED = HERE.parent / "untouched" / "scripts"
 RECORDS_ITSELF = ("linen_sets", "equinox_heat")
@@ -107,7 +108,11 @@ def _result(case: Case, folder: Path) -> dict[str, Any]:
         options += ["--nproc-per-node", str(case.world)] if case.world > 1 else []
         said = _crossframe(["record", case.command[0], *options, "--", *case.command[1:]])
     watched = _crossframe(["watch", str(run), "--once", "--json", *extra])
-    found: dict[str, Any] = {"name": case.name, "faulty": bool(case.kinds), "command": shlex.join(case.command[1:])}
+    found: dict[str, Any] = {
+        "name": case.name,
+        "faulty": bool(case.kinds),
+        "command": shlex.join(map(_from_root, case.command[1:])),
+    }
     try:
         seen = json.loads(watched.stdout)
     except ValueError:
@@ -142,3 +147,9 @@ def _crossframe(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+
+
+def _from_root(word: str) -> str:
+    """A word of a command, of which a path of the repository starts at its root."""
+    path = Path(word)
+    return path.relative_to(ROOT).as_posix() if path.is_absolute() and path.is_relative_to(ROOT) else word

@@ -161,7 +161,10 @@ def _array(value: Value, at: int) -> Any:
 
 
 class _Listening(traces.EvalTrace):
-    """JAX's own evaluation, with primitives passed to an interpreter. JAX has left this trace when it calls a method."""
+    """JAX's own evaluation, with primitives passed to an interpreter.
+
+    JAX has left this trace when it calls a method: 0.10 for its own evaluation, later releases for none.
+    """
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
@@ -169,7 +172,8 @@ class _Listening(traces.EvalTrace):
 
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
         place = Place().at(source_info_util.current())
-        found = self._interpreter.call(primitive, params, args, place)
+        with traces.set_current_trace(traces.eval_trace):
+            found = self._interpreter.call(primitive, params, args, place)
         return found if primitive.multiple_results else found[0]
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:

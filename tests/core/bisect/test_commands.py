@@ -57,8 +57,8 @@ def trained(monkeypatch, tmp_path):
 def test_the_step_is_found_by_denser_recordings_and_an_interrupted_search_goes_on(trained):
     search = ("bisect", "--every", 25, "--output", "out", "--", "train.py", "--", "train.py", "--late")
     status, said = invoke(*search)
-    assert status == 1 and "the runs part at step 23: There is a bug" not in said
-    assert "the runs part at step 23:" in said
+    assert status == 1 and "the runs diverge at step 23: There is a bug" not in said
+    assert "the runs diverge at step 23:" in said
     assert trained == [f"out/{stage}/{side}" for stage in STAGES for side in "ab"]
     state = json.loads(Path("out/bisect.json").read_text())
     assert state["result"]["step"] == 23 and len(state["runs"]) == len(trained)
@@ -66,7 +66,7 @@ def test_the_step_is_found_by_denser_recordings_and_an_interrupted_search_goes_o
     Path("out/bisect.json").write_text(json.dumps(state))
     trained.clear()
     status, said = invoke(*search)
-    assert status == 1 and trained == [f"out/{STAGES[-1]}/b"] and "1 runs, 5 more that were kept" in said
+    assert status == 1 and trained == [f"out/{STAGES[-1]}/b"] and "1 runs, 5 reused" in said
     status, said = invoke("bisect", "--output", "out", "--", "train.py", "--", "train.py", "--wrong")
     assert status == 2 and "holds the runs of another search" in said
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_gives_other_losses_is_not_used(trained, tmp_path):
     search = ("bisect", "--every", 25, "--output", "out", "--resume", "--resume {side}/{step}.pt")
     status, said = invoke(*search, "--", "train.py", "--", "train.py", "--late")
     assert status == 1 and "go on after 2 steps are not like those from the start" in said
-    assert "the runs part at step 23:" in said
+    assert "the runs diverge at step 23:" in said
 
 
 def test_settings_that_make_runs_diverge_are_found_alone_and_together(trained, tmp_path):
@@ -90,7 +90,7 @@ def test_settings_that_make_runs_diverge_are_found_alone_and_together(trained, t
     a = ["train.py", "--config", "a.toml", "--log", "1"]
     b = ["TWIST=1", "OTHER=1", "train.py", "--config", "b.toml", "--log", "2", "--wrong"]
     status, said = invoke("bisect", "--settings", "--output", "out", "--", *a, "--", *b)
-    assert status == 1 and f"6 settings differ; {len(trained)} runs, 0 more" in said
+    assert status == 1 and f"6 settings differ; {len(trained)} runs, 0 reused" in said
     alone, together, rest = (
         said.index("this setting alone"),
         said.index("these 2 settings together"),
