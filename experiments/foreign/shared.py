@@ -190,9 +190,7 @@ def train_jax(
     sharded = shard(params, mesh)
     states = () if state is None else (per_rank(state, mesh),)
     optimizer = sharded_optimizer(optax.sgd(RATE))
-    opt_state = optimizer.init(sharded)
-    # optax's types know trees of arrays, and not ShardedParams, which are registered as one.
-    update: Any = jax.jit(optimizer.update)
+    opt_state, update = optimizer.init(sharded), jax.jit(optimizer.update)
     with Recorder(
         given.record, sharded, name=name, samples=samples, learning_rate=RATE, settings={"optimizer": "SGD"}
     ) as recorder:

@@ -81,7 +81,7 @@ def shard_model(settings: RunSettings, params: Any, mesh: Mesh) -> ShardedParams
     return shard(params, mesh, units=units, param_map=param_map, layout="flat", mp_policy=settings.policy)
 
 
-def optimizer_of(settings: RunSettings) -> optax.GradientTransformation:
+def optimizer_of(settings: RunSettings) -> Any:
     """The optimizer of a run, on shards."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "sgd":

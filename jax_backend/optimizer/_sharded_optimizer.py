@@ -9,7 +9,7 @@ without the padding, in the user's own shapes and axis order.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,23 @@ from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
 
+class ShardedOptimizer(Protocol):
+    """What `sharded_optimizer` returns, an `optax.GradientTransformationExtraArgs`, for type checkers."""
+
+    def init(self, params: ShardedParams) -> Any:
+        """The state of the optimizer."""
+        ...
+
+    def update(
+        self, updates: ShardedParams, state: Any, params: ShardedParams | None = None, **extra_args: Any
+    ) -> tuple[ShardedParams, Any]:
+        """The updates for gradients, and the next state."""
+        ...
+
+
 def sharded_optimizer(
     tx: optax.GradientTransformation, mesh: Mesh | None = None, *, elementwise: bool = False
-) -> optax.GradientTransformationExtraArgs:
+) -> ShardedOptimizer:
     """`tx` for ShardedParams: each rank has its shard of the results of `tx` on full parameters.
 
     `init(params)` and `update(grads, state, params)` take parameters with or without frozen ones; updates are of trained ones:
@@ -85,7 +99,8 @@ def sharded_optimizer(
         updates, state = view_of(tree).update(grads, state, params, extra)
         return _placed(updates, tree, own), _placed(state, tree, own)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+    # optax's types know trees of arrays, and not ShardedParams, which are registered as one.
+    return cast(ShardedOptimizer, optax.GradientTransformationExtraArgs(init, update))  # type: ignore[arg-type]
 
 
 class _OnLines:
