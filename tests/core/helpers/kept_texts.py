@@ -55,8 +55,8 @@ def keep_calls(
 def is_same_text(kept: str, text: str) -> bool:
     """Whether two texts have the same words, and numbers that differ by at most one unit in their last printed digit.
 
-    Numbers below `NOISE` are rounding in float64, which depends on the machine's instructions, and count as 0. Those below `SMALL`
-    are shares that consist of it, and may differ by a fifth.
+    Numbers below `NOISE` are rounding in float64, which depends on the machine's instructions, and count as 0. Those below
+    `SMALL` are shares that consist of it, and may differ by a fifth.
 
     >>> is_same_text("0.12 of 3", "0.13 of 3"), is_same_text("0.12 of 3", "0.12 of 4"), is_same_text("1.0e-05", "2.0e-05")
     (True, False, False)
