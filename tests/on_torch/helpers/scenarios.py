@@ -18,19 +18,20 @@ from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import PACKAGES, Side, compare
 
-# What gloo, or torch's own FSDP2 over gloo, does not do with tensors on a GPU: processes end, or torch raises.
+# What two ranks that share a GPU over gloo did not decide, with what was seen. Where a rank ended, or values differed, it is not
+# established whether torch, gloo or this project is the cause.
 NOT_ON_GPU = {
-    "expert_and_pipeline_parallel": "gloo sends no tensors of a GPU from rank to rank",
-    "tensor_parallel": "gloo has no collectives of DTensors of a GPU",
-    "state": "torch broadcasts and gathers states of a GPU by collectives that gloo has not",
-    "a_mesh_of_a_group": "the mesh of a group of gloo is on the CPU",
-    "backward_that_creates_a_graph_over_a_flat_layout": "torch's process ends",
-    "cut_on_other_dims": "torch's process ends",
-    "data_and_gradients_are_replaced-orig": "torch copies assigned data into shards, and does not wait before it gathers them",
-    "from_meta_by_reset_parameters": "DTensors draw numbers on a GPU by a state that the first of both implementations sets",
-    "ignored_parameters": "torch's optimizers for GPUs take no DTensors beside tensors",
-    "outputs_in_containers": "torch frees what outputs are views of",
-    "units_with_policies_of_their_own": "torch raises of the dtypes of a matrix product",
+    "expert_and_pipeline_parallel": "ranks ended, some by an IoException of gloo",
+    "tensor_parallel": "ranks ended, some by an IoException of gloo",
+    "state": "ranks ended while states were gathered",
+    "a_mesh_of_a_group": "ranks ended",
+    "backward_that_creates_a_graph_over_a_flat_layout": "ranks ended",
+    "cut_on_other_dims": "ranks ended",
+    "data_and_gradients_are_replaced-orig": "with data assigned before backward, torch has other full parameters",
+    "from_meta_by_reset_parameters": "other losses; perhaps the generator of DTensors, which the first implementation seeds",
+    "ignored_parameters": "torch raises: mixed tensors and DTensors",
+    "outputs_in_containers": "torch raises: a storage of size 0",
+    "units_with_policies_of_their_own": "torch raises: BFloat16 expected",
 }
 # What torch 2.13 has, which scripts are held to, and 2.11 has not.
 OF_NEWER_TORCH = {
@@ -85,4 +86,4 @@ def _skips(name: str, scenario: Scenario) -> Iterator[pytest.MarkDecorator]:
     if reason := NOT_ON_GPU.get(name, NOT_ON_GPU.get(subject)):
         yield pytest.mark.skip(reason)
     elif scenario.num_ranks > 2:
-        yield pytest.mark.skip("gloo adds up more than two ranks of a GPU in an order of its own")
+        yield pytest.mark.skip("sums of more than two ranks differed in the last bits, or ranks ended")
