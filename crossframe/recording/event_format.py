@@ -174,15 +174,14 @@ def check_slot(slot: str) -> None:
 
 def encode(event: str, fields: dict[str, Any]) -> str:
     """One line with its line feed. Numbers that are not finite become strings, since JSON cannot represent them."""
-    return (
-        json.dumps({"event": event} | {name: _writable(value) for name, value in fields.items()}, allow_nan=False)
-        + "\n"
-    )
+    return json.dumps({"event": event} | _writable(fields)) + "\n"
 
 
 def _writable(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _writable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_writable(each) for each in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -291,11 +291,9 @@ class RecordingWriter:
             summary["as"] = other
             self._lines = [(event, fields) for event, fields in self._lines if event not in event_format.STRUCTURE]
         if rates:
-            summary["rates"] = [_number(rate) for rate in rates]
+            summary["rates"] = [float(rate) for rate in rates]
         if self._counts:
-            summary["counts"] = [_number(count) for count in self._counts]
-            if len(set(summary["counts"])) == 1:
-                summary["counts"] = summary["counts"][0]
+            summary["counts"] = self._counts if len(set(self._counts)) > 1 else self._counts[0]
         self._write("".join(event_format.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
         self._samples, self._num_sampled = [], 0
@@ -510,11 +508,6 @@ def _identity(file: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _number(value: float) -> float | str:
-    """A number as in a line: JSON cannot represent numbers that are not finite."""
-    return float(value) if math.isfinite(value) else repr(float(value))
 
 
 class SilentWriter(RecordingWriter):

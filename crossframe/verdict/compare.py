@@ -168,15 +168,12 @@ def compare(
     else:
         verdict, reason = conclude_by_bounds(pair, findings, where, island)
     directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None
-    for found in (
-        evidence_from_bits(pair, findings, bits, verdict, names) if bitwise or verdict is Verdict.BUG else None,
-        evidence_from_cause(pair, findings, bits, verdict, names),
-        evidence_from_direction(pair, findings, directions, envelope, where, names),
-    ):
-        if found is not None:
-            first, where, diagnosis = found.first, found.where, found.diagnosis or diagnosis
-            verdict, reason = found.verdict, f"{found.reason}; {reason}"
-            break
+    evidence = evidence_from_bits(pair, findings, bits, verdict, names) if bitwise or verdict is Verdict.BUG else None
+    evidence = evidence or evidence_from_cause(pair, findings, bits, verdict, names)
+    evidence = evidence or evidence_from_direction(pair, findings, directions, envelope, where, names)
+    if evidence is not None:
+        first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
+        verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
     if (found := model_ranks_differ(pair)) is not None:
         if verdict is Verdict.BUG and _before(where, found[0], b):
             reason = f"{reason}; then, {found[1]}"

@@ -3,6 +3,7 @@
 The fork of a mutant has a copy of its own with the fault in it, so that processes that tests start have it too.
 """
 
+import compileall
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,19 @@ class Suite:
                 shutil.copytree(root / name, folder / name, ignore=ignored)
             else:
                 shutil.copy(root / name, folder / name)
+        compileall.compile_dir(folder, quiet=2)  # once, since every fork and process imports most of it
         return cls(folder)
+
+    def copied_with(self, name: str, edits: Mapping[str, Callable[[bytes], bytes]]) -> Path:
+        """Another copy, with some of its sources edited; its other files are links."""
+        own = self.folder.with_name(name)
+        shutil.copytree(self.folder, own, copy_function=os.link)
+        for path, edit in edits.items():
+            source = (own / path).read_bytes()
+            for old in (own / path, *(own / path).parent.glob(f"__pycache__/{(own / path).stem}.*")):
+                old.unlink()
+            (own / path).write_bytes(edit(source))
+        return own
 
     def files(self) -> list[str]:
         """Every file with tests in it, doctests of the core among them."""
@@ -81,6 +94,7 @@ class Suite:
         """Work for a fork: run one file without a fault, and write down what its tests reach and take."""
 
         def work() -> int:
+            _limit_memory()
             recorder = _Recorder(self.folder)
             sys.settrace(recorder.trace)
             threading.settrace(recorder.trace)
@@ -126,7 +140,8 @@ class Suite:
         """Work for a fork: SURVIVED or KILLED."""
 
         def work() -> int:
-            with self._with_fault(mutant):
+            _limit_memory()
+            with self.with_fault(mutant):
                 for stage in self.stages(mutant):
                     files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
                     limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
@@ -138,15 +153,9 @@ class Suite:
         return work
 
     @contextmanager
-    def _with_fault(self, mutant: Mutant) -> Iterator[None]:
-        """A context whose current folder is a copy of the repository with a fault; its other files are links."""
-        own = self.folder.with_name(f"{os.getpid()}")
-        shutil.copytree(self.folder, own, copy_function=os.link)
-        path = own / mutant.path
-        source = path.read_bytes()
-        for old in (path, *path.parent.glob(f"__pycache__/{path.stem}.*")):
-            old.unlink()
-        path.write_bytes(mutant.apply(source))
+    def with_fault(self, mutant: Mutant) -> Iterator[None]:
+        """A context whose current folder is a copy of the repository with a fault."""
+        own = self.copied_with(f"{os.getpid()}", {mutant.path: mutant.apply})
         os.chdir(own)
         sys.path[0] = str(own)
         try:
@@ -197,7 +206,6 @@ def fork(work: Callable[[], int], folder: Path) -> int:
         log = os.open(log_of(folder, os.getpid()), os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         hypothesis.settings.register_profile("mutate", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
         hypothesis.settings.load_profile("mutate")
         status = work()
@@ -212,6 +220,10 @@ def fork(work: Callable[[], int], folder: Path) -> int:
 def log_of(folder: Path, pid: int) -> Path:
     """Where a fork's output goes."""
     return folder.with_name(f"{pid}.log")
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def _limit(seconds: float) -> None:

@@ -4,10 +4,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.mutate.operators import MODULE, mutants_of
+from tests.mutate.slower import FOLDERS, with_probes
 from tests.mutate.suite import COPIED
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +69,14 @@ def test_what_no_test_should_see_is_left_alone(source):
     assert edits(source) == set()
 
 
-def test_every_fault_of_the_core_compiles_and_changes_its_source():
+def test_every_fault_and_its_probe_compile():
     sources = {path: path.read_bytes() for path in sorted((ROOT / "crossframe").rglob("*.py"))}
     every = [(mutant, source) for path, source in sources.items() for mutant in mutants_of(str(path), source)]
     assert len(every) > 1000
     for mutant, source in random.Random(1).sample(every, 40):
         compile(mutant.apply(source), mutant.path, "exec")
         assert mutant.diff(source), mutant
+        compile(with_probes(source, {0: mutant}), mutant.path, "exec")
 
 
 def test_a_fault_knows_its_function_and_its_line():
@@ -84,9 +87,10 @@ def test_a_fault_knows_its_function_and_its_line():
 
 @pytest.mark.exhaustive
 def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tmp_path):
-    for folder in (*(name for name in COPIED if "." not in name), "tests/core"):
+    for folder in (*(name for name in COPIED if "." not in name), *FOLDERS, "tests/mutate"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "tests/mutate/notes.py").write_text((ROOT / "tests/mutate/notes.py").read_text())
     (tmp_path / "README.md").touch()
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--doctest-modules'\n")
     (tmp_path / "crossframe/parts.py").write_text(
@@ -100,6 +104,11 @@ def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tm
         "import subprocess, sys\n\n\ndef test_a_process():\n"
         "    assert subprocess.run([sys.executable, '-m', 'crossframe.child']).returncode == 3\n"
     )
+    (tmp_path / "crossframe/apart.py").write_text("import sys\n\n\ndef h():\n    sys.exit(4)\n\n\nh()\n")
+    (tmp_path / "tests/across/test_commands.py").write_text(
+        "import subprocess, sys\n\n\ndef test_a_command():\n"
+        "    assert subprocess.run([sys.executable, '-m', 'crossframe.apart']).returncode == 4\n"
+    )
     code = (
         "import sys; from pathlib import Path; from tests.mutate import suite; from tests.mutate.__main__ import main; "
         "suite.LEAST_SECONDS = 1.0; "  # its tests take milliseconds
@@ -110,6 +119,36 @@ def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tm
     assert "crossframe/parts.py:7  constant, survived\n    -        a -= 1\n    +        a -= 2\n" in ended.stdout
     # Seen: nothing comes back; the loop never ends, as it subtracts nothing or is not left.
     assert "return None" not in ended.stdout and "a -= 0" not in ended.stdout
-    _, killed, survived, timeouts = ended.stdout[ended.stdout.index("\nall") :].split()[:4]
-    num_faults = sum(len(edits((tmp_path / "crossframe" / name).read_text())) for name in ("parts.py", "child.py"))
-    assert (int(killed), int(survived), int(timeouts)) == (num_faults - 3, 1, 2)
+    assert "seen by tests/across/test_commands.py::test_a_command" in ended.stdout
+    counts = ended.stdout[ended.stdout.index("\nall") :].split()[1:4]
+    core, apart = (
+        sum(len(edits((tmp_path / "crossframe" / name).read_text())) for name in names)
+        for names in (("parts.py", "child.py"), ("apart.py",))
+    )
+    assert list(map(int, counts)) == [core - 1, apart, 1]
+
+
+def test_probes_note_what_is_executed():
+    source = (
+        b"LIMIT = 3\n\n\ndef f(a):\n    '''A docstring.'''\n    match a:\n        case 'x':\n            return LIMIT\n"
+        b"    if a and a[1:] < 'b':\n        return g(a, 2)\n    raise ValueError\n\n\n"
+        b"def g(a, b=1): return a * b\n\n\nclass C:\n    @property\n    def h(self):\n        self.a = 1\n"
+    )
+    faults = dict(enumerate(mutants_of("x.py", source)))
+    hits, names = set(), {"__import__": lambda _: SimpleNamespace(_probe=SimpleNamespace(hit=hits.add))}
+    exec(with_probes(source, faults), names)
+    assert not hits and names["f"].__doc__ == "A docstring."
+
+    def executed(call, *arguments):
+        hits.clear()
+        value = call(*arguments)
+        return value, {(faults[number].line, faults[number].what) for number in hits}
+
+    value, places = executed(names["f"], "x")
+    # A fault outside of functions may show in each of them; so may one in a pattern, where no call may stand, in its function.
+    module = {(1, "constant"), (14, "constant")}
+    assert (value, places) == (3, {*module, (7, "constant"), (8, "return None")})
+    value, places = executed(names["f"], "aa")
+    assert value == "aaaa" and {line for line, _ in places} == {1, 7, 9, 10, 14}
+    assert (10, "swapped arguments") in places and (14, "return None") in places
+    assert {line for line, _ in executed(names["C"].h.fget, names["C"]())[1]} == {1, 14, 20}

@@ -139,6 +139,35 @@ def test_stacked_layers_are_aligned_by_their_slices(models):
     assert {entry.path for entry in entries} == {"layers.fc.kernel"}
 
 
+def test_gradients_of_stacked_layers_decide_between_equal_values():
+    layers = range(2)
+    first = {
+        f"h.{i}.{name}": value
+        for i in layers
+        for name, value in (("w", values((5, 4), i)), ("b", np.zeros(4)), ("c", np.zeros(4)))
+    }
+    gradients = {name: values(value.shape, i + 9) for i, (name, value) in enumerate(first.items())}
+    paths = {"w": "stack.w", "b": "stack.x", "c": "stack.y"}
+    second, others = (
+        {path: np.stack([side[f"h.{i}.{name}"] for i in layers]) for name, path in paths.items()}
+        for side in (first, gradients)
+    )
+    found = align(first, second, (gradients, others))
+    assert {name: entry.path for name, entry in found.param_map.by_name.items()} == {
+        name: paths[name[-1]] for name in first
+    }
+    without = align(first, second)
+    assert set(without.param_map.by_name) == {"h.0.w", "h.1.w"}
+    assert set(without.undecided[0].names) == first.keys() - {"h.0.w", "h.1.w"}
+
+
+def test_rows_of_one_value_do_not_tell_which_array_they_are():
+    rows = values((3, 4))
+    rows[1] = 1.0
+    found = align({"w": rows}, {"a": rows[0], "b": rows[1], "c": rows[1], "d": rows[2]})
+    assert found.param_map.entries == ()
+
+
 def test_models_that_share_no_values_have_no_map(models):
     other = {path: value * 1.5 + 0.25 for path, value in models[1].items()}
     found = align(models[0], other)

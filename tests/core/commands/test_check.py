@@ -64,6 +64,16 @@ def test_differences_are_ranked_and_set_the_exit_status(pair):
     found = json.loads(said)
     assert status == 1 and found["effect"] == "certainly"
     assert [each["name"] for each in found["differences"]] == ["h.0", "torch"]
+    assert found["differences"][1] == {
+        "section": "packages",
+        "name": "torch",
+        "a": "2.13.0",
+        "b": "2.11.0",
+        "absent": [],
+        "effect": "possibly",
+        "reason": found["differences"][1]["reason"],
+        "description": "the version of torch differs: 2.13.0 in a, 2.11.0 in b",
+    }
 
 
 def test_the_rank_with_another_version_is_listed(pair):

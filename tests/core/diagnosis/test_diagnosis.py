@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from crossframe.recording import Batch
 from crossframe.verdict.diagnosis.batches import batch_difference
-from crossframe.verdict.diagnosis.factor_fits import factor_of, name_of
+from crossframe.verdict.diagnosis.factor_fits import counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.factor_hypotheses import is_shifted
 from crossframe.verdict.diagnosis.fit import (
     Claim,
@@ -54,6 +54,7 @@ from crossframe.verdict.diagnosis.rank_fits import (
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up, uses_of
 from crossframe.verdict.diagnosis.update_deviations import Update, follow_one_rule, update_deviations
 from crossframe.verdict.measure.metrics import norm
+from tests.core.helpers import synthetic
 from tests.core.helpers.random_layouts import QUICK
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -98,6 +99,19 @@ def test_a_factor_is_found_to_the_rounding_of_the_sides(seed: int, shape: tuple[
 def test_a_factor_is_called_by_what_the_run_counts(value: float, said: str | None) -> None:
     counts = {"the world size": 8.0, "the number of replicas": 2.0, "the accumulation steps": 3.0}
     assert name_of(value * (1 + 1e-9), 1e-7, counts) == said
+
+
+def test_counts_are_those_of_the_run() -> None:
+    made = synthetic.manifest(6, replicate=2, terms=96, settings={"batch_size": 12})
+    assert counts_of(made, 5) == {
+        "the world size": 6,
+        "the number of replicas": 2,
+        "the number of shards": 3,
+        "the accumulation steps": 5,
+        "the samples of a microbatch": 12,
+        "the terms of a mean": 96,
+    }
+    assert counts_of(synthetic.manifest(2, terms=None), 1) == {"the world size": 2}
 
 
 def test_equal_counts_are_all_named() -> None:
@@ -425,6 +439,12 @@ def test_a_decay_below_the_resolution_is_not_named(stated: float, seed: int) -> 
     assert update_deviations(right, wrong, rule, None, norm(right.after - wrong.after)) == []
     assert follow_one_rule(right, wrong, rule)
     assert not follow_one_rule(right, updates(seed, changed(decay=stated + 0.05))[1], rule)
+
+
+def test_no_rule_is_changed_that_neither_side_follows() -> None:
+    right, wrong = updates(0, changed(decay=0.0))
+    scattered = Update(right.before, right.after + 1e-2 * drawn(9, 80), right.moments, right.roundoff)
+    assert update_deviations(scattered, wrong, RULE, None, norm(scattered.after - wrong.after)) == []
 
 
 def test_a_schedules_rate_is_read_off_the_right_side() -> None:

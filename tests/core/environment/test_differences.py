@@ -1,5 +1,6 @@
 """The ranking of differences, the ranks that differ, and what is collected."""
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from crossframe.environment.configuration import read_configuration
 from crossframe.environment.effects import ACCELERATOR, CPU, TABLE, row_of
 from crossframe.environment.facts import SECTIONS
 from crossframe.errors import RecordingError, UsageError
+from crossframe.recording import program
 from tests.core.environment.cases import CASES
 
 
@@ -88,7 +90,10 @@ def test_a_commit_with_equal_sources_hardly_matters():
     first, second = differences(Environment(a), Environment(b))
     assert (first.describe(), second.effect) == ("the source train.py differs", Effect.POSSIBLY)
     b["source"]["file more.py"] = "3"
-    assert differences(Environment(a), Environment(b))[0].describe() == "the source more.py is in b alone"
+    found = differences(Environment(a), Environment(b))[0]
+    assert found.describe() == "the source more.py is in b alone"
+    fields = found.to_json()
+    assert (fields["a"], fields["b"], fields["absent"], fields["description"]) == (None, "3", ["a"], found.describe())
 
 
 def test_the_rank_with_another_version_is_found():
@@ -109,6 +114,14 @@ def test_the_rank_with_another_version_is_found():
     ]
     assert found[0].describe() == "the version of torch on ranks 4, 5 (node2) is 2.11.0, on the other ranks 2.13.0"
     assert found[1].describe() == "the version of pip on rank 5 (node2) is 1, on the other ranks not installed"
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_ranks_may_have_a_machine_and_devices_of_their_own(variable):
+    job = {
+        rank: Environment({"machine": {"host": f"node{rank}"}, "variables": {variable: str(rank)}}) for rank in range(4)
+    }
+    assert odd_ranks(job) == ()
 
 
 def test_two_ranks_have_no_majority():
@@ -194,6 +207,22 @@ def test_damaged_environments_raise(tmp_path, content, expected):
         read_environment(tmp_path, 0)
 
 
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("model.width=64", "model.width", "64"),
+        ("+a.b_c=1", "+a.b_c", "1"),
+        ("x=a=b", "x", "a=b"),
+        ("data/a=b.txt", "argument 1", "data/a=b.txt"),
+        ("a b=c", "argument 1", "a b=c"),
+        ("=1", "argument 1", "=1"),
+        ("-1", "argument 1", "-1"),
+    ],
+)
+def test_a_word_with_a_name_and_a_value_is_an_option(word, name, value):
+    assert arguments_of(["t.py", word]) == {"script": "t.py", name: value}
+
+
 def test_negative_numbers_are_values_of_options():
     assert arguments_of(["t.py", "--shift", "-1", "-v", "-k", "x"]) == {
         "script": "t.py",
@@ -212,3 +241,26 @@ def test_a_module_of_another_class_may_compute_the_same():
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"])
 def test_folders_of_compiled_code_are_not_compared(name):
     assert variables_of({name: "/cache", "NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring"}
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "model"),
+    [
+        ("processor\t: 0\nmodel name\t: A CPU: 2 GHz\nmodel name\t: Another\n", "A CPU: 2 GHz"),
+        ("processor\t: 0\n", "the machine"),  # as on some ARM machines
+        (None, "the processor"),
+    ],
+)
+def test_the_processor_is_known_by_its_model(tmp_path, monkeypatch, cpuinfo, model):
+    def opened(path, **_):
+        assert path == "/proc/cpuinfo"
+        if cpuinfo is None:
+            raise FileNotFoundError
+        return io.StringIO(cpuinfo)
+
+    monkeypatch.setattr(program, "open", opened, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "the machine")
+    monkeypatch.setattr("platform.processor", lambda: "the processor")
+    assert program.processor() == model
+    monkeypatch.setattr("platform.processor", lambda: "")
+    assert program.processor() == (model if cpuinfo else "the machine")

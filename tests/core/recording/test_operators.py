@@ -35,6 +35,14 @@ def trace(*operators):
     return Trace(made, made[-1].outputs)
 
 
+def stated_in_full(index):
+    """An operator each of whose fields has another value."""
+    values = [signature_of(X + i, "bfloat16") for i in range(3)]
+    line = SourceLine("net.py", 7, "forward", "return x * 2")
+    judged = Judged(0.25, 0.5)
+    return Operator(index, "mul", "2", "backward", "h.0", line, (values[0],), (values[1],), judged, (values[2],))
+
+
 @pytest.mark.parametrize("tolerance", [None, 1e-6])
 def test_readers_of_a_differing_table_are_named(tolerance):
     tables = [np.full(3, 2.0), np.array([2.0, 2.0, 3.0])]
@@ -52,6 +60,26 @@ def test_operators_count_before_readers_of_tables():
     )
     first = find(a, Trace(b.operators, [signature_of(np.exp(X)), signature_of(X * (table + 1))]), None)
     assert first.b is not None and first.b.name == "exp" and not first.from_outside
+
+
+def test_a_result_that_is_a_multiple_states_its_factor():
+    a, b = (trace(("mul", (X,), factor * X), ("exp", (factor * X,), np.exp(factor * X))) for factor in (2.0, 3.0))
+    assert find(a, b, 1e-6).factor == pytest.approx(1.5)
+    assert find(b, a, 1e-6).factor == pytest.approx(1 / 1.5)
+    other = trace(("mul", (X,), X**2))
+    assert find(a, other, 1e-6).factor is None
+
+
+def test_results_of_a_part_without_modules_are_what_no_operator_reads():
+    a, b = (trace(("square", (X,), X**2), ("mul", (X**2,), factor * X**2)) for factor in (2.0, 3.0))
+    found = find(Trace(a.operators, ()), Trace(b.operators, ()), None)
+    assert (found.a, found.b) == (a.operators[1], b.operators[1])
+
+
+def test_values_that_are_not_numbers_are_equal_whatever_their_bits():
+    values = np.array([0x7FF8000000000000, 0xFFF8000000000001, 0x3FF0000000000000], np.uint64).view(np.float64)
+    assert signature_of(values) == signature_of(np.array([np.nan, np.nan, 1.0]))
+    assert signature_of(np.array([-0.0, 1.0])) == signature_of(np.array([0.0, 1.0]))
 
 
 def test_another_way_to_compute_the_same_is_not_named():
@@ -145,6 +173,17 @@ def test_operators_near_the_difference_are_drawn():
     assert kinds.count("outline") == 4 and kinds.count("hatch-waiting") == 2  # mul and add differ, mul is the first
     dashed = [each for each in drawn.iter(f"{SVG}path") if "dashed" in (each.get("class") or "")]
     assert len(dashed) == 1  # exp has the same output in both
+    width, height = float(drawn.get("width", "nan")), float(drawn.get("height", "nan"))
+    rectangles = {
+        tuple(float(each.get(name, "nan")) for name in ("x", "y", "width", "height"))
+        for each in drawn.iter(f"{SVG}rect")
+        if each.get("class") == "panel"
+    }
+    assert len(rectangles) == 6
+    for x, y, w, h in rectangles:
+        assert 0 < x < x + w < width and 0 < y < y + h < height
+        assert sum(x < x2 + w2 and x2 < x + w and y < y2 + h2 and y2 < y + h for x2, y2, w2, h2 in rectangles) == 1
+    assert max(x + w for x, _, w, _ in rectangles) == width - min(x for x, *_ in rectangles)  # equal margins
 
 
 @pytest.mark.parametrize("change", ["noise", "larger", "smaller"])
@@ -165,6 +204,7 @@ def test_partners_are_found_among_many_values_of_one_size(change):
 def test_a_trace_that_was_cut_off_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     made = trace(("exp", (X,), np.exp(X)))
+    made = Trace([*made.operators, stated_in_full(1)], made.results)
     made.write(path)
     found = Trace.read(path)
     assert (list(found.operators), list(found.results)) == (list(made.operators), list(made.results))

@@ -27,6 +27,11 @@ def test_the_first_difference_and_the_verdict_are_the_expected_ones(case, seed):
     found = compare_checkpoints(stored("a", a), stored("b", b))
     first = found.differences[0].kind.value if found.differences else ""
     assert (found.verdict.value, first) == (case.verdict, case.kind)
+    mirrored = compare_checkpoints(stored("b", b), stored("a", a))
+    assert (mirrored.verdict, [each.kind for each in mirrored.differences]) == (
+        found.verdict,
+        [each.kind for each in found.differences],
+    )
 
 
 def test_a_missing_update_states_its_learning_rate_and_its_side():
@@ -129,3 +134,10 @@ def test_wrong_use_exits_with_2(tmp_path):
     ):
         status, said = run(*(tmp_path / x if (tmp_path / x).exists() else x for x in arguments))
         assert status == 2 and expected in said, said
+
+
+def test_a_model_alone_differs_in_no_step_from_one_with_its_optimizer():
+    x = np.ones(3, np.float32)
+    alone, whole = {"model": {"w": x}}, {"model": {"w": x}, "state": {"exp_avg:w": x}, "values": {"step": 3}}
+    for a, b in ((alone, whole), (whole, alone)):
+        assert compare_checkpoints(stored("a", a), stored("b", b)).differences == ()

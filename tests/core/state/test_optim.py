@@ -1,5 +1,6 @@
 """Optimizer state (R37): roles, copies to other layouts and world sizes, and whether it fits the parameters."""
 
+import math
 import re
 
 import numpy as np
@@ -265,3 +266,23 @@ def test_R37_one_flat_parameter_cannot_be_in_two_groups():
 def test_R37_groups_of_unknown_parameters_are_refused_by_name():
     with pytest.raises(StateDictError, match=r"'c', 'd', which the optimizer does not hold: expected \['a'\]"):
         rekeyed_groups([{"params": ["a", "c", "d"]}], {"a": (0,)})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (1.0, 1.0, True),
+        (1.0, 2.0, False),
+        (1.0, 1, False),
+        (math.nan, math.nan, True),
+        (math.nan, 1.0, False),
+        (1.0, math.nan, False),
+        (np.zeros(2), np.zeros(2), True),
+        (np.zeros(2), np.zeros(2, np.float32), False),
+        (np.zeros(2), np.zeros((2, 1)), False),
+        (np.array(math.nan), np.array(math.nan), True),
+        (np.array(0.0), 0.0, False),
+    ],
+)
+def test_values_are_the_same_with_their_type_and_dtype(a, b, same):
+    assert same_value(a, b) is same and same_value(b, a) is same

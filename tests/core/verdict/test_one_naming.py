@@ -1,6 +1,7 @@
 """Recordings with different names: compared by a map, or by one that is derived from their values."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.idle import idle_parameters
 from crossframe.verdict import Verdict, compare, one_naming
-from crossframe.verdict.one_naming import in_one_naming
+from crossframe.verdict.one_naming import OneNaming, in_one_naming
 from tests.core.helpers import synthetic
 from tests.core.helpers.translated import translate
 
@@ -47,6 +48,25 @@ def test_other_names_and_dims_compare_as_equal(tmp_path, given, world_size):
     assert {each.name for each in found.judged if each.phase == "backward"} == set(PATHS)
     # In the other order the names are still those of torch.
     assert {each.name for each in compare(b, a, param_map=given).judged if each.phase == "update"} == set(PATHS)
+
+
+@pytest.mark.parametrize("given", [MAP, None], ids=["map", "values"])
+def test_each_recording_keeps_its_side(tmp_path, given):
+    a, b = pair(tmp_path)
+    for first, second in ((a, b), (b, a)):
+        found = in_one_naming(first, second, given)
+        assert (found.a.directory, found.b.directory) == (first.directory, second.directory)
+        assert set(found.a.manifest.params) == set(found.b.manifest.params) == set(PATHS)
+        assert "the names are those of torch" in found.note
+
+
+def test_recordings_are_not_mapped_if_one_has_all_names_of_the_other(tmp_path):
+    class Named:
+        def __init__(self, *names):
+            self.manifest = SimpleNamespace(params=dict.fromkeys(names))
+
+    few, many = Named("a"), Named("a", "b")
+    assert in_one_naming(few, many) == OneNaming(few, many) and in_one_naming(many, few) == OneNaming(many, few)
 
 
 def test_names_are_those_of_the_other_recording_if_only_these_can_be_mapped(tmp_path, monkeypatch):
@@ -151,8 +171,13 @@ def test_padding_is_not_compared(tmp_path, side):
 
 def test_a_map_that_does_not_fit_is_refused(tmp_path):
     a, b = pair(tmp_path)
-    with pytest.raises(MappingError, match=r"names .*wrong.* which .* lacks"):
-        compare(a, b, param_map=ParamMap((MapEntry("wrong", "tok.table"),)))
+    for first, second in ((a, b), (b, a)):
+        wrong = ParamMap(tuple(MapEntry(name, path) for name, path in zip("zywx", PATHS.values(), strict=True)))
+        lacking = rf"the map has names \['w', 'x', 'y'.*\], which \S*/{first.directory.name} lacks"
+        with pytest.raises(MappingError, match=lacking):
+            compare(first, second, param_map=wrong)
+    with pytest.raises(MappingError, match=r"the map has paths \['p', 'q'\], which \S*/b lacks"):
+        compare(a, b, param_map=ParamMap((MapEntry("embed", "q"), MapEntry("bias", "p"))))
     with pytest.raises(MappingError, match="does not fit shape"):
         compare(a, b, param_map=ParamMap((MapEntry("embed", "tok.table", "a b=2 -> (a b)"),)))
     # Of a map without some parameters these are named.
