@@ -514,6 +514,14 @@ def test_R17_a_reset_inside_a_summon_ends_it():
     assert all(value.tobytes() == LAYERS.initial(0)[name].tobytes() for name, value in world.full_params().items())
 
 
+def test_a_model_whose_root_has_no_parameters_trains():
+    net = Layers(("a", "b"), (SIZES[0], 4, SIZES[-1]))
+    units = PLAIN.units(net.specs())
+    world = World(units, PLAIN.mesh, net.initial(0), optimizer=SGD(lr=0.1))
+    first, second = (world.run(PLAIN.plan(units), net, layer_batches(PLAIN.mesh)) for _ in range(2))
+    assert (second < first).all()
+
+
 def test_a_plan_or_batches_that_do_not_fit_the_world_are_refused_before_anything_happens():
     world, plan = PLAIN.world(SGD()), PLAIN.plan(PLAIN.units())
     batches, net = layer_batches(PLAIN.mesh), Layers(UNITS, SIZES)

@@ -14,6 +14,7 @@ from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.walk import walk
+from crossframe.verdict.measure.zero_gradient import terms_of
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import only
 
@@ -166,6 +167,21 @@ def test_a_zero_gradient_is_reported_apart(tmp_path):
         assert found.first_divergence is None
         assert (found.max_relative_parameter_difference or 0.0) < bounds_for(dtype).parameter
         assert found.verdict in (Verdict.ROUNDING, Verdict.EQUAL if dtype == "float32" else Verdict.ROUNDING)
+
+
+def test_the_terms_of_a_gradient_are_those_stated_or_the_rows_of_activations(tmp_path):
+    def vectors(phase, step, rank, name, array):
+        return array[0] if phase in ("input", "output") else array
+
+    for i, (expected, made, tamper) in enumerate(
+        (
+            (16, synthetic.manifest(terms=16), None),
+            (3, synthetic.manifest(terms=None), None),
+            (1, synthetic.manifest(terms=None), vectors),
+            (1, synthetic.manifest(terms=None, schedule=Schedule(dense=0, every=1)), None),
+        )
+    ):
+        assert terms_of(synthetic.record(tmp_path / str(i), made, tamper=tamper)) == expected
 
 
 def test_a_zero_gradient_that_turns_nan_on_one_side_is_a_bug(tmp_path):
