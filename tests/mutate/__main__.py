@@ -78,12 +78,8 @@ def main(root: Path = ROOT) -> int:
                 unseen.append(mutant)
         if unseen:
             print(f"{len(unseen)} faults were not seen by tests/core", file=sys.stderr)
-            slower = Slower(suite, unseen, options.jobs)
-            print(
-                f"{slower.num_tests} tests of the suite, of which {slower.num_failed} fail without any fault, "
-                f"took {slower.seconds / 60:.0f} minutes",
-                flush=True,
-            )
+            slower = Slower(suite, root / "runs/mutate/executed.json")
+            slower.learn(options.jobs)
             for mutant, ended, output in _judged(unseen, slower.judge, suite.folder, options.jobs):
                 counts.setdefault(mutant.path, Counter())[BY_OTHERS if ended == SEEN else SURVIVED] += 1
                 print(f"\n{mutant.path}:{mutant.line}  {mutant.what}, {ended}", flush=True)

@@ -40,8 +40,6 @@ CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "lis
 # Functions to which the order of arguments is the same.
 UNORDERED = ("min", "max")
 MODULE = 0
-STATEMENTS = ("removed raise", "return None", "exchanged continue and break", "deleted statement")
-"""The kinds of faults that take the place of a whole statement."""
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,31 @@
 """The second stage: faults that the quick tests do not see are judged with the tests that start commands and ranks.
 
-One run of the suite without any fault, with a probe in the place of each of them, shows which tests execute it, in whichever
-process. A test that fails has seen a fault if it passes without it.
+Which functions of the core these tests execute, in whichever process, is learned once for each file of tests, in a copy whose
+functions note that they run, and is kept in `runs/mutate`. A test that fails has seen a fault if it passes without it.
 """
 
 import ast
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.mutate.notes import NOTES, PROBES
-from tests.mutate.operators import MODULE, STATEMENTS, Mutant
+from tests.mutate.operators import MODULE, Mutant
 from tests.mutate.suite import KILLED, PYTEST, SURVIVED, Suite
 
-FOLDERS = ("tests/across", "tests/core", "tests/on_jax", "tests/on_torch")
+FOLDERS = ("tests/across", "tests/on_jax", "tests/on_torch")
 LIMIT_SECONDS = 120.0
 """Of the tests that judge one fault, as they take without it. The quickest are taken."""
-_HIT = '__import__("crossframe._probe")._probe.hit({})'
 _PROBE = f"""import os
 
 def hit(number):
@@ -36,73 +35,101 @@ def hit(number):
 """
 
 
+@dataclass
 class Slower:
-    """The tests that execute each of some faults, by how long they take.
+    """The tests that start commands and ranks, and the functions of the core that they execute.
 
     Attributes:
-        tests: ids of tests that pass without a fault, quickest first.
-        num_tests, num_failed: tests that ran without a fault, and those of them that failed.
-        seconds: how long that took.
+        suite: the sources.
+        kept: a JSON file: by file of tests its sha256, the names of functions, and for each test that passes its seconds and
+            which of these functions it executes.
     """
 
-    def __init__(self, suite: Suite, faults: Sequence[Mutant], jobs: int) -> None:
-        self.suite = suite
-        by_path: dict[str, dict[int, Mutant]] = {}
-        for number, fault in enumerate(faults):
-            by_path.setdefault(fault.path, {})[number] = fault
-        probed = suite.copied_with("probed", {path: partial(with_probes, faults=own) for path, own in by_path.items()})
-        (probed / "crossframe/_probe.py").write_text(_PROBE)
-        began = time.monotonic()
-        _, notes = _pytest(probed, ["--maxfail=0", "-n", str(jobs), "--dist", "loadfile", *FOLDERS])
-        self.seconds = time.monotonic() - began
-        self.num_tests, self.num_failed = len(notes), sum(not note["passed"] for note in notes)
-        setup = {(_file(note["test"]), number) for note in notes for number in note["setup"]}
-        self._seconds = {note["test"]: note["seconds"] for note in notes if note["passed"]}
-        order = sorted(self._seconds, key=self._seconds.__getitem__)
-        called = {(note["test"], number) for note in notes for number in note["call"]}
-        # What ran in the setup of one test, such as a recording, may be judged by any other test of its file.
-        self.tests = {
-            fault: [test for test in order if (test, number) in called or (_file(test), number) in setup]
-            for number, fault in enumerate(faults)
-        }
+    suite: Suite
+    kept: Path
 
-    def chosen(self, fault: Mutant) -> list[str]:
-        """The tests that judge it: those that the first stage did not run, within the limit of time."""
-        before = {test for stage in self.suite.stages(fault) for test in stage}
-        found, seconds = [], 0.0
-        for test in self.tests[fault]:
-            seconds += self._seconds[test]
-            if test not in before and (not found or seconds <= LIMIT_SECONDS):
-                found.append(test)
-        return found
+    def __post_init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = json.loads(self.kept.read_text()) if self.kept.exists() else {}
+
+    def learn(self, jobs: int, folders: Sequence[str] = FOLDERS) -> None:
+        """Run the files of tests that are new or have changed, without a fault."""
+        folder = self.suite.folder
+        files = {path.relative_to(folder).as_posix() for name in folders for path in (folder / name).rglob("test_*.py")}
+        digests = {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in sorted(files)}
+        changed = [file for file in digests if self._known.get(file, {}).get("sha256") != digests[file]]
+        if not changed:
+            return
+        names: list[str] = []
+
+        def probed(path: str) -> Callable[[bytes], bytes]:
+            return lambda source: with_probes(path, source, names)
+
+        paths = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("crossframe/**/*.py"))]
+        copy = self.suite.copied_with("probed", {path: probed(path) for path in paths})
+        (copy / "crossframe/_probe.py").write_text(_PROBE)
+        _, notes = _pytest(copy, ["--maxfail=0", "-n", str(jobs), "--dist", "loadfile", *changed])
+        for file in changed:
+            own = [note for note in notes if _file(note["test"]) == file]
+            # What ran in the setup of one test, such as a recording, may be judged by any other test of its file.
+            setup = {number for note in own for number in note["setup"]}
+            executed = sorted(setup.union(*(note["call"] for note in own)))
+            places = {number: place for place, number in enumerate(executed)}
+            self._known[file] = {
+                "sha256": digests[file],
+                "functions": [names[number] for number in executed],
+                "tests": {
+                    note["test"]: [note["seconds"], [places[number] for number in sorted(setup.union(note["call"]))]]
+                    for note in own
+                    if note["passed"]
+                },
+            }
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        self.kept.write_text(json.dumps(self._known))
+
+    def tests(self, fault: Mutant) -> dict[str, float]:
+        """The tests that execute a fault's function, or any of its module if it is in none, quickest first, and their seconds."""
+        source = (self.suite.folder / fault.path).read_bytes()
+        wanted = {f"{fault.path}:{name}" for name, _, line in _functions(source) if fault.function in (MODULE, line)}
+        found = {}
+        for file, known in self._known.items():
+            places = {place for place, name in enumerate(known["functions"]) if name in wanted}
+            if places and (self.suite.folder / file).exists():
+                found |= {test: seconds for test, (seconds, own) in known["tests"].items() if places & set(own)}
+        return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def judge(self, fault: Mutant) -> Callable[[], int]:
         """Work for a fork: SURVIVED or KILLED; it prints what it ran and which test failed."""
 
         def work() -> int:
-            tests = self.chosen(fault)
-            print(f"{len(tests)} of {len(self.tests[fault])} tests that execute it were run")
-            if not tests:
+            tests, chosen, seconds = self.tests(fault), [], 0.0
+            for test, own in tests.items():
+                if chosen and seconds + own > LIMIT_SECONDS:
+                    break
+                chosen.append(test)
+                seconds += own
+            print(f"{len(chosen)} of {len(tests)} other tests that execute its function were run")
+            if not chosen:
                 return SURVIVED
             with self.suite.with_fault(fault):
-                failed = self._failed(Path.cwd(), tests)
-            if not failed or self._failed(self.suite.folder, failed):
+                failed = _failed(Path.cwd(), chosen, seconds)
+            if not failed or _failed(self.suite.folder, failed, tests[failed[0]]):
                 return SURVIVED
             print(f"seen by {failed[0]}")
             return KILLED
 
         return work
 
-    def _failed(self, folder: Path, tests: Sequence[str]) -> list[str]:
-        limit = 60 + 5 * sum(self._seconds[test] for test in tests)
-        try:
-            status, notes = _pytest(folder, tests, limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(0, signal.SIGPROF)
-            raise
-        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            print(f"pytest ended with status {status}")
-        return [note["test"] for note in notes if not note["passed"]]
+
+def _failed(folder: Path, tests: Sequence[str], seconds: float) -> list[str]:
+    """The first of these tests that fails, if any does."""
+    try:
+        status, notes = _pytest(folder, tests, 60 + 5 * seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(0, signal.SIGPROF)
+        raise
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(f"pytest ended with status {status}")
+    return [note["test"] for note in notes if not note["passed"]]
 
 
 def _pytest(folder: Path, arguments: Sequence[str], limit: float | None = None) -> tuple[int, list[dict[str, Any]]]:
@@ -122,54 +149,37 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-def with_probes(source: bytes, faults: Mapping[int, Mutant]) -> bytes:
-    """A source that behaves the same, and notes when the place of a fault is executed.
-
-    That of a fault outside of functions is each function of the module, and that of one where no call may stand, such as the
-    pattern of a case, is its function.
-    """
-    insertions: list[tuple[int, int, int, str]] = []
-    for number, fault in faults.items():
-        own = _around(number, fault)
-        if fault.function == MODULE or not _compiles(_inserted(source, own)):
-            own = list(_in_functions(source, number, fault.function))
-        insertions += own
-    return _inserted(source, insertions)
-
-
-def _around(number: int, fault: Mutant) -> list[tuple[int, int, int, str]]:
-    """Insertions as (place, rank among those of this place, rank within these, text)."""
-    hit = _HIT.format(number)
-    if fault.what in STATEMENTS:
-        return [(fault.start, 1, 0, f"{hit}; ")]
-    return [(fault.start, 2, -fault.stop, f"({hit} or "), (fault.stop, 0, 0, ")")]
-
-
-def _in_functions(source: bytes, number: int, function: int) -> Iterator[tuple[int, int, int, str]]:
+def with_probes(path: str, source: bytes, names: list[str]) -> bytes:
+    """A source whose functions note that they run, by their place in `names`, to which they are added as "path:name"."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if function in (MODULE, min(node.lineno, *(each.lineno for each in node.decorator_list), node.lineno)):
-            documented = ast.get_docstring(node) is not None and len(node.body) > 1
-            first = node.body[documented]
-            begin = min([first, *getattr(first, "decorator_list", [])], key=lambda each: each.lineno)
-            column = begin.col_offset - (begin is not first)  # the @ of a decorator
-            separator = "; " if begin.lineno == node.lineno else "\n" + " " * column
-            yield starts[begin.lineno - 1] + column, 1, 0, _HIT.format(number) + separator
-
-
-def _inserted(source: bytes, insertions: Sequence[tuple[int, int, int, str]]) -> bytes:
-    for place, _, _, text in sorted(insertions, reverse=True):
-        source = source[:place] + text.encode() + source[place:]
+    insertions = []
+    for name, node, _ in _functions(source):
+        documented = ast.get_docstring(node) is not None and len(node.body) > 1
+        first = node.body[documented]
+        begin = min([first, *getattr(first, "decorator_list", [])], key=lambda each: each.lineno)
+        column = begin.col_offset - (begin is not first)  # the @ of a decorator
+        separator = "; " if begin.lineno == node.lineno else "\n" + " " * column
+        hit = f'__import__("crossframe._probe")._probe.hit({len(names)}){separator}'
+        insertions.append((starts[begin.lineno - 1] + column, hit))
+        names.append(f"{path}:{name}")
+    for place, hit in sorted(insertions, reverse=True):
+        source = source[:place] + hit.encode() + source[place:]
     return source
 
 
-def _compiles(source: bytes) -> bool:
-    try:
-        compile(source, "", "exec")
-    except SyntaxError:
-        return False
-    return True
+def _functions(source: bytes) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, int]]:
+    """Each function with its name, which includes those around it, and its first line, decorators included."""
+    waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
+    while waiting:
+        outer, node = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (
+                    f"{outer}{child.name}",
+                    child,
+                    min(child.lineno, *(d.lineno for d in child.decorator_list), child.lineno),
+                )
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            waiting.append((f"{outer}{child.name}." if named else outer, child))  # type: ignore[attr-defined]
