@@ -21,6 +21,7 @@ import optax
 import typer
 from jax.sharding import Mesh, NamedSharding
 
+from crossframe.checkpoint import AsyncSaver
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import PrecisionPolicy
@@ -104,9 +105,9 @@ class JaxTrainer:
 
         self._update = update
 
-    def save(self, path: Path, about: dict[str, Any]) -> None:
+    def save(self, path: Path, about: dict[str, Any], saver: AsyncSaver | None = None) -> None:
         """Write a checkpoint."""
-        save_checkpoint(path, self.params, self.opt_state, about=about)
+        save_checkpoint(path, self.params, self.opt_state, about=about, saver=saver)
 
     def load(self, path: Path) -> None:
         """Take over the state of one."""
@@ -222,6 +223,9 @@ def main(
     ] = DEFAULTS.precision,
     seed: Annotated[int, typer.Option(help="Where values and batches come from.")] = DEFAULTS.seed,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_every,
+    async_save: Annotated[
+        bool, typer.Option("--async-save", help="Continue training while a checkpoint is written.")
+    ] = DEFAULTS.async_save,
     keep: Annotated[int, typer.Option(help="How many of the newest checkpoints stay.")] = DEFAULTS.keep,
     resume: Annotated[str, typer.Option(help="auto, none, or the folder of a checkpoint.")] = DEFAULTS.resume,
     cpu_devices: Annotated[int | None, typer.Option(help="Ranks of this process, on a CPU. Default: its GPUs")] = None,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import typer
 from torch.nn import functional
 
-from crossframe.checkpoint import CheckpointError
+from crossframe.checkpoint import AsyncSaver, CheckpointError
 from crossframe.errors import UsageError
 from experiments.data import text_batch
 from experiments.train import loop
@@ -68,9 +68,9 @@ class TorchTrainer:
         self.sharded: Sharded = build(settings, device)
         self.optimizer = torch.optim.AdamW(self.sharded.model.parameters(), weight_decay=settings.weight_decay)
 
-    def save(self, path: Path, about: dict[str, Any]) -> None:
+    def save(self, path: Path, about: dict[str, Any], saver: AsyncSaver | None = None) -> None:
         """Write a checkpoint."""
-        save_checkpoint(path, self.sharded.model, self.optimizer, about=about)
+        save_checkpoint(path, self.sharded.model, self.optimizer, about=about, saver=saver)
 
     def load(self, path: Path) -> None:
         """Take over the state of one."""
@@ -168,6 +168,9 @@ def main(
     dropout: Annotated[float, typer.Option(help="Behind each MLP.")] = DEFAULTS.dropout,
     seed: Annotated[int, typer.Option(help="Where values, batches and dropout come from.")] = DEFAULTS.seed,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = DEFAULTS.checkpoint_every,
+    async_save: Annotated[
+        bool, typer.Option("--async-save", help="Continue training while a checkpoint is written.")
+    ] = DEFAULTS.async_save,
     keep: Annotated[int, typer.Option(help="How many of the newest checkpoints stay.")] = DEFAULTS.keep,
     resume: Annotated[str, typer.Option(help="auto, none, or the folder of a checkpoint.")] = DEFAULTS.resume,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: GPUs if there are enough.")] = DEFAULTS.device,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from crossframe.checkpoint import MODEL, STATE, Contents, Saved, read, save
+from crossframe.checkpoint import MODEL, STATE, AsyncSaver, Contents, Saved, read, save
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
@@ -24,6 +24,7 @@ def save_checkpoint(
     optimizer_state: Any = None,
     *,
     about: Mapping[str, Any] | None = None,
+    saver: AsyncSaver | None = None,
 ) -> None:
     """Save parameters, and an optimizer's state, to a new folder that all processes share. All processes call it.
 
@@ -34,6 +35,8 @@ def save_checkpoint(
         optimizer_state: the state of `sharded_optimizer`, or of optax on ShardedParams. That of Adam and momentum has torch's
             names.
         about: JSON to save with it, such as the step; `crossframe.checkpoint.read(path).about` returns it.
+        saver: writes the files while training continues, after the values are copied to the host; errors are then raised by the
+            next save with it, or by its `wait`. None: write them now.
 
     Raises:
         CheckpointError: `path` exists, another job has saved there in the meantime, or a process wrote to another disk;
@@ -55,7 +58,8 @@ def save_checkpoint(
         both = ((MODEL, parts), (STATE, leaves.parts))
         return {section: [line for part in own for line in part.lines(place)] for section, own in both}
 
-    save(path, AllProcesses(), lambda: Contents(sections, values, places, lines), about)
+    start = save if saver is None else saver.save
+    start(path, AllProcesses(), lambda: Contents(sections, values, places, lines), about)
 
 
 def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any = None) -> Any:

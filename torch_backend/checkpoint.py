@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from crossframe.checkpoint import MODEL, STATE, Contents, read, save
+from crossframe.checkpoint import MODEL, STATE, AsyncSaver, Contents, read, save
 from crossframe.errors import UsageError
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
@@ -31,6 +31,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     about: Mapping[str, Any] | None = None,
+    saver: AsyncSaver | None = None,
 ) -> None:
     """Write a sharded model to a new folder that all ranks see. All ranks call it, between steps.
 
@@ -41,6 +42,8 @@ def save_checkpoint(
         model: the root, under FSDP1 or FSDP2. Buffers and parameters outside of units are not in the checkpoint.
         optimizer: an optimizer that has stepped; its state is saved too, but not its settings, such as learning rates.
         about: further information as JSON, such as the step, which `crossframe.checkpoint.read(path).about` returns.
+        saver: writes the files while training continues, after the values are copied to the host; errors are then raised by the
+            next save with it, or by its `wait`. None: write them now.
 
     Raises:
         CheckpointError: something exists at `path`, another job has saved there in the meantime, or the first rank does not see a
@@ -62,7 +65,8 @@ def save_checkpoint(
         model = [to_numpy(bucket.store.buffer) for _, bucket, _ in sharded.named]
         return {MODEL: model} if state is None else {MODEL: model, STATE: state.lines()}
 
-    save(path, sharded, contents, about)
+    start = save if saver is None else saver.save
+    start(path, sharded, contents, about)
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizer | None = None) -> None:

@@ -10,6 +10,7 @@ of rank 0. A reader requests the lines of its own layout and gets them by copies
 without full parameters. It verifies the whole content of each file that it needs.
 """
 
+from crossframe.checkpoint.async_saver import AsyncSaver
 from crossframe.checkpoint.index import FORMAT, INDEX, MODEL, STATE, STEP, STEP_DTYPE, CheckpointError, state_layout
 from crossframe.checkpoint.reading import FORMATS, LISTED, Saved, read
 from crossframe.checkpoint.whole import whole_tensors
@@ -36,6 +37,7 @@ __all__ = [
     "STATE",
     "STEP",
     "STEP_DTYPE",
+    "AsyncSaver",
     "CheckpointError",
     "Contents",
     "Processes",

@@ -28,6 +28,8 @@ from crossframe.tensor_file import write_tensors
 
 T = TypeVar("T")
 
+# The steps of a save, in messages.
+WRITING, END = "writing of a checkpoint", "end of a checkpoint"
 # Suffix of the file in which a rank describes its data file until the index is written.
 DESCRIBED = ".json"
 # Names of the folder of an unfinished checkpoint, and of the files of a checkpoint, finished or not.
@@ -82,33 +84,75 @@ def save(
     Raises:
         CheckpointError: see `begin`, `write_rank` and `finish`. Nothing is left of the checkpoint.
     """
-    tokens: list[str] = []
-
-    def begun() -> Contents:
-        check_about(about)
-        own = contents()
-        if processes.is_first:
-            tokens.append(begin(path))
-        return own
-
-    def written() -> None:
-        for place in own.places:
-            values = own.values if place == 0 else None
-            write_rank(path, token, place, own.sections, own.lines(place), values)
-
-    def finished() -> None:
-        if processes.is_first:
-            finish(path, token, own.sections, own.values, about)
-
+    each = Save(path, processes, about)
+    each.begin(contents, copies=False)
     try:
-        own = processes.together("beginning of a checkpoint", begun)
-        token = processes.from_first("".join(tokens))
-        processes.together("writing of a checkpoint", written)
-        processes.together("end of a checkpoint", finished)
+        processes.together(WRITING, each.write)
+        processes.together(END, each.finish)
     except BaseException:
-        for each in tokens:
-            abandon(path, each)
+        each.abandon()
         raise
+
+
+class Save:
+    """One process's part of one save: `begin`, `write` and `finish`, in this order.
+
+    Attributes:
+        processes: the processes that save together.
+        path: folder of the checkpoint.
+        token: of the folder that is written to, once `begin` has returned.
+    """
+
+    def __init__(self, path: Path | str, processes: Processes, about: Mapping[str, Any] | None) -> None:
+        self.path, self.processes, self.token = path, processes, ""
+        self._about, self._begun = about, False
+
+    def begin(self, contents: Callable[[], Contents], *, copies: bool) -> None:
+        """Create the folder. All processes call it. If it raises, nothing is left.
+
+        Args:
+            copies: whether to copy the shards of this process first, so that `write` needs nothing that training changes or
+                frees. Without, `write` copies those of one rank at a time.
+        """
+
+        def begun() -> None:
+            check_about(self._about)
+            own = contents()
+            self._sections, self._places = own.sections, tuple(own.places)
+            self._values = {key: np.array(value) for key, value in own.values.items()}
+            self._arrays = lambda place: rank_arrays(place, own.sections, own.lines(place), self._values)
+            if copies:
+                # Without `own`, whose `lines` would keep arrays on the devices.
+                self._arrays = {place: self._arrays(place) for place in self._places}.pop
+            if self.processes.is_first:
+                self.token, self._begun = begin(self.path), True
+
+        try:
+            self.processes.together("beginning of a checkpoint", begun)
+            self.token = self.processes.from_first(self.token)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self) -> None:
+        """Write the files of this process."""
+        for place in self._places:
+            _write_file(self.path, self.token, place, self._arrays(place))
+
+    def is_written(self) -> bool:
+        """Whether the files of all ranks are there, as this process sees the folder."""
+        folder = _writing(checked_path(self.path), self.token)
+        return all(_description(folder / name) is not None for name in _file_names(self._sections))
+
+    def finish(self) -> None:
+        """Give the checkpoint its name, in the first process, after all have written."""
+        if self.processes.is_first:
+            finish(self.path, self.token, self._sections, self._values, self._about)
+
+    def abandon(self) -> None:
+        """Remove what was written, in the first process."""
+        if self._begun:
+            abandon(self.path, self.token)
 
 
 def begin(path: Path | str) -> str:
@@ -151,6 +195,16 @@ def write_rank(
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.
     """
+    _write_file(path, token, place, rank_arrays(place, sections, lines, values or {}))
+
+
+def rank_arrays(
+    place: int,
+    sections: Mapping[str, Sharding],
+    lines: Mapping[str, Sequence[np.ndarray]],
+    values: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """The arrays in the file of a rank, as copies; the arguments are those of `write_rank`."""
     arrays: dict[str, np.ndarray] = {}
     for section, sharding in sections.items():
         for bucket, ((_, layout), line) in enumerate(zip(sharding.units, lines[section], strict=True)):
@@ -158,8 +212,13 @@ def write_rank(
             for run in layout.padding(place):
                 clean[run.start : run.stop] = 0
             arrays[f"{section}:{bucket}"] = clean
-    for key, value in (values or {}).items():
-        arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+    if place == 0:
+        for key, value in values.items():
+            arrays[f"value:{key}"] = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+    return arrays
+
+
+def _write_file(path: Path | str, token: str, place: int, arrays: Mapping[str, np.ndarray]) -> None:
     file = _writing(checked_path(path), token) / file_name(place)
     with _writes(file):
         size, sha256 = write_tensors(file, arrays)
@@ -188,15 +247,14 @@ def finish(
     """
     path = checked_path(path)
     writing = _writing(path, token)
-    world_size = next(iter(sections.values())).mesh.shard
-    names = [file_name(place) for place in range(world_size)]
+    names = _file_names(sections)
     content = {
         "format": FORMAT,
         "about": dict(about or {}),
-        "world_size": world_size,
+        "world_size": len(names),
         "sections": {name: [unit_to_json(*unit) for unit in each.units] for name, each in sections.items()},
         "values": {key: [value.dtype.name, list(value.shape)] for key, value in (values or {}).items()},
-        "files": {name: _description(writing / name, world_size) for name in names},
+        "files": {name: _checked_description(writing / name, len(names)) for name in names},
     }
     with _writes(writing):
         for name in names:
@@ -301,20 +359,33 @@ def _writing(path: Path, token: str) -> Path:
     return path.with_name(f"writing-{path.name}-{token}")
 
 
-def _description(file: Path, world_size: int) -> dict[str, Any]:
-    """The description of a file by the rank that wrote it; CheckpointError if this rank sees no such file or another size."""
+def _file_names(sections: Mapping[str, Sharding]) -> list[str]:
+    return [file_name(place) for place in range(next(iter(sections.values())).mesh.shard)]
+
+
+def _description(file: Path) -> dict[str, Any] | None:
+    """The description of a file by the rank that wrote it; None if this process does not see it, or only a part of it."""
     try:
-        description, size = json.loads(read_bytes(file.with_suffix(DESCRIBED), 1 << 10)), file.stat().st_size
-    except (FileError, OSError):
-        raise CheckpointError(
-            f"{quote_path(file.parent)}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see "
-            "one folder, and have written to it before one of them finishes"
-        ) from None
-    if description["bytes"] != size:
-        raise CheckpointError(
-            f"{quote_path(file)}: its rank wrote {description['bytes']} bytes, and here it has {size}; is the disk full?"
-        )
-    return description
+        return json.loads(read_bytes(file.with_suffix(DESCRIBED), 1 << 10))
+    except (FileError, OSError, ValueError):
+        return None
+
+
+def _checked_description(file: Path, world_size: int) -> dict[str, Any]:
+    """The description of a file; CheckpointError if this rank sees no such file or another size."""
+    description = _description(file)
+    with suppress(OSError):
+        size = file.stat().st_size
+        if description is not None and description["bytes"] == size:
+            return description
+        if description is not None:
+            raise CheckpointError(
+                f"{quote_path(file)}: its rank wrote {description['bytes']} bytes, and here it has {size}; is the disk full?"
+            )
+    raise CheckpointError(
+        f"{quote_path(file.parent)}: expected the files of {world_size} ranks, got none of {file.name}; all ranks must see "
+        "one folder, and have written to it before one of them finishes"
+    )
 
 
 def flush(path: Path) -> None:

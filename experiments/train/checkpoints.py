@@ -71,8 +71,26 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written. The folder is as it was before.
         """
-        final = self.folder / f"step-{step:08d}"
+        final = self._final(step)
         together(self.ranks, f"writing {final}", lambda: write(final, {"step": step, "settings": settings}))
+        self._remove_old()
+
+    def wait(self, step: int, wait: Callable[[], None]) -> None:
+        """Wait for a checkpoint that is written while training continues, and remove those that are too many.
+
+        Args:
+            wait: waits for it.
+
+        Raises:
+            CheckpointError: it cannot be written. The folder is as it was before.
+        """
+        together(self.ranks, f"writing {self._final(step)}", wait)
+        self._remove_old()
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _remove_old(self) -> None:
         try:
             on_first(self.ranks, f"removing old checkpoints in {self.folder}", self._prune)
         except CheckpointError as error:  # this one is saved all the same

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from crossframe.checkpoint import CheckpointError
+from crossframe.checkpoint import AsyncSaver, CheckpointError
 from experiments.train.checkpoints import Checkpoints
 from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
@@ -28,8 +28,8 @@ class Trainer(Protocol):
         """
         ...
 
-    def save(self, path: Path, about: dict[str, Any]) -> None:
-        """Write a checkpoint to a new folder."""
+    def save(self, path: Path, about: dict[str, Any], saver: AsyncSaver | None) -> None:
+        """Write a checkpoint to a new folder, with a saver while training continues."""
         ...
 
     def load(self, path: Path) -> None:
@@ -54,7 +54,8 @@ def run(settings: TrainSettings, ranks: Ranks, make: Callable[[], Trainer]) -> b
         found = checkpoints.find(settings.resume)
         changes = settings.changes_from(found.settings) if found else []
         trainer = make()
-        step, saved, stopping = 0, True, False
+        saving = _Saving(settings, trainer, checkpoints, journal)
+        step, stopping = 0, False
         if found:
             trainer.load(found.path)
             step = found.step
@@ -72,22 +73,53 @@ def run(settings: TrainSettings, ranks: Ranks, make: Callable[[], Trainer]) -> b
                 journal.write({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed, 1)})
                 shown.update(step, loss, speed)
                 if step % settings.checkpoint_every == 0 or step == settings.steps or stopping:
-                    saved = _save(settings, trainer, step, checkpoints, journal)
+                    saving.save(step)
+            saving.wait()
         if stopping:
             journal.say(f"asked to stop: stopped at step {step} of {settings.steps}")
-        return saved
+        return saving.is_saved
 
 
-def _save(settings: TrainSettings, trainer: Trainer, step: int, checkpoints: Checkpoints, journal: Journal) -> bool:
-    """Write a checkpoint. If that fails, as on a full disk, the run goes on: older checkpoints are as they were, and there may
-    be space for the next."""
-    try:
-        journal.flush()
-        checkpoints.save(step, trainer.save, settings.what())
-    except CheckpointError as error:
-        journal.say(f"NOT SAVED at step {step}: {error}. Older checkpoints are as they were; the run goes on")
-        return False
-    return True
+class _Saving:
+    """Writes the checkpoints of a run. If one cannot be written, as on a full disk, the run goes on: older checkpoints are as
+    they were, and there may be space for the next.
+
+    Attributes:
+        is_saved: whether the last checkpoint is saved; True if there was none to save. With `async_save`, valid after `wait`.
+    """
+
+    def __init__(self, settings: TrainSettings, trainer: Trainer, checkpoints: Checkpoints, journal: Journal) -> None:
+        self.is_saved = True
+        self._settings, self._trainer, self._checkpoints, self._journal = settings, trainer, checkpoints, journal
+        self._saver = AsyncSaver() if settings.async_save else None
+        self._step = 0
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, or begin to write it."""
+        self.wait()
+        self._step, self.is_saved = step, True
+        with self._continuing():
+            self._journal.flush()
+            self._checkpoints.save(
+                step, lambda path, about: self._trainer.save(path, about, self._saver), self._settings.what()
+            )
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is there."""
+        if self._saver is not None:
+            with self._continuing():
+                self._checkpoints.wait(self._step, self._saver.wait)
+
+    @contextmanager
+    def _continuing(self) -> Iterator[None]:
+        """Report an error of a checkpoint, and go on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.is_saved = False
+            self._journal.say(
+                f"NOT SAVED at step {self._step}: {error}. Older checkpoints are as they were; the run goes on"
+            )
 
 
 @contextmanager

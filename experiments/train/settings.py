@@ -28,6 +28,7 @@ HOW = frozenset(
         "shard",
         "micro_batch_size",
         "checkpoint_every",
+        "async_save",
         "keep",
         "resume",
         "device",
@@ -52,6 +53,7 @@ class TrainSettings:
         precision: "bfloat16" computes in it, and stores and reduces float32. The others do all in one.
         dropout: probability with which an element behind an MLP is dropped.
         checkpoint_every: steps between checkpoints; the last step has one in any case.
+        async_save: whether training continues while checkpoints are written.
         keep: how many of the newest checkpoints stay.
         resume: "auto": from the newest whole checkpoint in `output`, if there is one; "none"; or a checkpoint's folder.
 
@@ -79,6 +81,7 @@ class TrainSettings:
     dropout: float = 0.0
     seed: int = 0
     checkpoint_every: int = 100
+    async_save: bool = False
     keep: int = 2
     resume: str = AUTO
     device: str = "auto"

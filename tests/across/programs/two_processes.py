@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from crossframe import MeshSpec
+from crossframe.checkpoint import AsyncSaver, writing
 from crossframe.errors import CrossframeError
 from experiments import train_jax
 from experiments.train import loop
@@ -79,12 +80,21 @@ def checkpoints(folder: Path, rank: int) -> Any:
         params, state = made[other]
         loaded = load_checkpoint(folder / mesh, jax.tree.map(lambda leaf: leaf * 0, params), tx.init(params))
         found.append(same(loaded, (params, state)))
+    with AsyncSaver() as saver:
+        save_checkpoint(folder / "async", params, state, saver=saver)
+    found.append(same(load_checkpoint(folder / "async", params, tx.init(params)), (params, state)))
     multihost_utils.sync_global_devices("saved")
     if rank == 0:
         (folder / "shard" / "rank00002.safetensors").unlink()
     multihost_utils.sync_global_devices("damaged")
     errors = [said(lambda: load_checkpoint(folder / "shard", made["shard"][0]))]
     errors.append(said(lambda: save_checkpoint(folder / "hybrid", made["shard"][0])))
+    write = writing.write_tensors
+    if rank == 1:
+        writing.write_tensors = lambda file, arrays: write(file / "no folder", arrays)
+    save_checkpoint(folder / "failing", made["shard"][0], saver=saver)
+    errors.append(said(saver.wait))
+    writing.write_tensors = write
     return [found, errors]
 
 

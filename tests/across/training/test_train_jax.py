@@ -141,13 +141,15 @@ def test_two_processes_go_on_where_one_was_killed_and_stop_when_asked(whole, tmp
 
 def test_R36_R37_checkpoints_of_two_processes_load_on_another_mesh_and_what_is_damaged_is_told_to_both(processes):
     found = [each["checkpoints"] for each in processes]
-    assert [same for same, _ in found] == [[True, True]] * 2
-    lost, there = zip(*(errors for _, errors in found), strict=True)
+    assert [same for same, _ in found] == [[True] * 3] * 2
+    lost, there, failed = zip(*(errors for _, errors in found), strict=True)
     words = "rank00002.safetensors is missing; with it is lost what rank 2 held of"
     assert lost[1].startswith("CheckpointError") and words in lost[1] and "'inp.weight'" in lost[1]
     assert lost[0].startswith("AgreementError: process 1 failed in the reading of a checkpoint") and words in lost[0]
     assert there[0].startswith("CheckpointError") and "expected nothing there" in there[0]
     assert there[1].startswith("AgreementError: process 0 failed in the beginning of a checkpoint")
+    assert failed[0].startswith("AgreementError: process 1 failed in the writing of a checkpoint: CheckpointError")
+    assert failed[1].startswith("CheckpointError") and "Not a directory" in failed[1]
 
 
 def test_R18_R20_full_parameters_are_shown_to_and_edited_by_two_processes(processes):

@@ -1,8 +1,12 @@
 """Small checkpoints, whole or as their writers leave them before the last step."""
 
+import threading
+from contextlib import contextmanager
+
 import numpy as np
 
-from crossframe.checkpoint import MODEL, begin, write_rank
+from crossframe.checkpoint import MODEL, Contents, begin, write_rank, writing
+from crossframe.errors import AgreementError
 from crossframe.layout import FlatLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -32,3 +36,51 @@ def written(path, sharding, values=None, bump=0):
         lines = {MODEL: [line_of(sharding, rank, padding=42) + np.array(bump, "bfloat16")]}
         write_rank(path, token, rank, {MODEL: sharding}, lines, values if rank == 0 else None)
     return token
+
+
+def contents_of(sharding, process):
+    """What a process has of a checkpoint, if there is one for each rank."""
+    lines = lambda place: {MODEL: [line_of(sharding, place, padding=42)]}  # noqa: E731
+    return Contents({MODEL: sharding}, {}, [process.rank], lines)
+
+
+class ThreadProcess:
+    """One of several processes, each a thread of this one."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, said: dict) -> None:
+        self.rank, self.is_first, self._barrier, self._said = rank, rank == 0, barrier, said
+
+    def _exchange(self, value):
+        self._said[self.rank] = value
+        self._barrier.wait(10)
+        everyone = dict(self._said)
+        self._barrier.wait(10)
+        return everyone
+
+    def together(self, title, act):
+        error = None
+        try:
+            done = act()
+        except Exception as caught:
+            error = caught
+        everyone = self._exchange(error)
+        if error is not None:
+            raise error
+        if failed := [str(each) for each in everyone.values() if each is not None]:
+            raise AgreementError(f"{title}: {failed}")
+        return done
+
+    def from_first(self, value):
+        return self._exchange(value)[0]
+
+
+@contextmanager
+def writing_waits():
+    """Files of checkpoints are written after the body."""
+    gate, write = threading.Event(), writing.write_tensors
+    writing.write_tensors = lambda *args: gate.wait(10) and write(*args)
+    try:
+        yield
+    finally:
+        gate.set()
+        writing.write_tensors = write

@@ -2,6 +2,7 @@
 
 # pyright: reportArgumentType=false
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from crossframe import MeshSpec
-from crossframe.checkpoint import STATE, CheckpointError, read
+from crossframe.checkpoint import STATE, AsyncSaver, CheckpointError, read
 from crossframe.param_map import MapEntry, ParamMap
 from jax_backend import load_checkpoint, make_mesh, save_checkpoint, shard, sharded_optimizer, unshard
+from tests.core.helpers.checkpoints import writing_waits
 from tests.on_jax.helpers.small import UNITS, WIDE, small_map, small_params, wide
 
 
@@ -159,6 +161,24 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
             match=rf"nothing was loaded: value .*seen.*expected .*, got {jnp.zeros(3, int).dtype} \(3,\)",
         ):
             load_checkpoint(tmp_path / "d", sharded, {"seen": other})
+
+
+@pytest.mark.parametrize("layout", ["per_param", "flat", "ragged"])
+def test_a_checkpoint_has_the_values_from_before_a_donating_update(tmp_path, layout):
+    sharded = sharded_as(small_params(), MeshSpec(2), layout)
+    tx = sharded_optimizer(optax.adam(1e-2))
+    state = trained(sharded, tx)
+    expected = jax.tree.map(jnp.copy, (sharded, state))
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(both):
+        return jax.tree.map(lambda leaf: leaf + 1, both)
+
+    with AsyncSaver() as saver, writing_waits():
+        save_checkpoint(tmp_path / "c", sharded, state, saver=saver)
+        after = update((sharded, state))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves((sharded, state)))
+    same(load_checkpoint(tmp_path / "c", *after), expected)
 
 
 def test_orbax_saves_and_restores_sharded_parameters(tmp_path):

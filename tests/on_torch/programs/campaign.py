@@ -370,10 +370,11 @@ class Trials:
     Args:
         folder: for everything they write.
         seed: of the series.
+        async_save: whether training continues while checkpoints are written.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.seed = folder, seed
+    def __init__(self, folder: Path, seed: int, *, async_save: bool = False) -> None:
+        self.folder, self.seed, self.async_save = folder, seed, async_save
         self._references: dict[str, Reference] = {}
 
     def kind(self, number: int) -> str:
@@ -422,6 +423,7 @@ class Trials:
             "warmup_steps": 2,
             "clip": 0.5,
             "device": "cpu",
+            "async_save": self.async_save,
         }
         return TrainSettings(output, checkpoint_every=EVERY, keep=KEEP, **(common | config))
 
@@ -636,8 +638,8 @@ def arguments(settings: TrainSettings) -> list[str]:
     return [
         word
         for name, value in vars(settings).items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        if value is not None and value is not False
+        for word in (f"--{name.replace('_', '-')}", *(() if value is True else (str(value),)))
     ]
 
 
@@ -664,11 +666,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="the number of one trial")
     parser.add_argument("--kind", choices=KINDS, help="trials of one kind")
+    parser.add_argument("--async-save", action="store_true", help="continue training while checkpoints are written")
     given = parser.parse_args()
     numbers = range(given.trials) if given.only is None else [given.only]
     totals: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(Path(folder), given.seed)
+        trials = Trials(Path(folder), given.seed, async_save=given.async_save)
         for number in numbers:
             kind = given.kind or trials.kind(number)
             if kind == "disk full" and os.geteuid():

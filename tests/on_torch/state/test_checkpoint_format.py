@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossframe.checkpoint import read
+from crossframe.checkpoint import AsyncSaver, read
 from crossframe.errors import CrossframeError
+from tests.core.helpers.checkpoints import writing_waits
 from tests.on_torch.programs.campaign import content
 from torch_backend import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
 
@@ -73,7 +74,8 @@ def test_R36_R37_model_and_optimizer_go_from_every_api_and_layout_to_another(ran
 
 
 def train_on(rank, world_size, api, path):
-    """Whether a run that loads goes on as the one that saved: the same bits after the next step."""
+    """Whether a run that loads goes on as the one that saved: the same bits after the next step, and whether a checkpoint that is
+    written during another step has them too."""
     net, optimizer = made(api)
     step(net, optimizer, 0, rank)
     save_checkpoint(path, net, optimizer)
@@ -83,14 +85,18 @@ def train_on(rank, world_size, api, path):
         step(model, own, 1, rank)
     save_checkpoint(f"{path}-1", net, optimizer)
     save_checkpoint(f"{path}-2", other, loaded)
+    with AsyncSaver() as saver, writing_waits():
+        save_checkpoint(f"{path}-3", net, optimizer, saver=saver)
+        step(net, optimizer, 2, rank)
 
 
 @pytest.mark.parametrize("api", ["original", "flat_param", "per_param"])
 def test_R37_a_run_that_was_loaded_goes_on_bit_for_bit(ranks, tmp_path, api):
     ranks.run(2, train_on, api, tmp_path / "c")
-    a, b = content(tmp_path / "c-1"), content(tmp_path / "c-2")
-    assert a.keys() == b.keys() and a["optimizer.step"] == b["optimizer.step"] == 2
-    assert all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
+    a, *others = (content(tmp_path / f"c-{i}") for i in (1, 2, 3))
+    for b in others:
+        assert a.keys() == b.keys() and a["optimizer.step"] == b["optimizer.step"] == 2
+        assert all(torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name])) for name in a)
 
 
 def refusals(rank, world_size, path):
