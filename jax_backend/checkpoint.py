@@ -14,7 +14,7 @@ from crossframe.mesh import MeshSpec
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.ranks._processes import AllProcesses, together
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
-from jax_backend.state._checkpoint_parts import Part
+from jax_backend.state._checkpoint_parts import Part, model_parts
 from jax_backend.state._optimizer_state import StateLeaves
 
 
@@ -44,7 +44,7 @@ def save_checkpoint(
         UsageError: not ShardedParams, or arrays on no mesh.
     """
     mesh = mesh_of(sharded)
-    parts = _model_parts(sharded, mesh)
+    parts = model_parts(sharded, mesh)
     leaves = StateLeaves(optimizer_state, sharded, mesh)
     sections = {MODEL: _sharding(parts, mesh)}
     if optimizer_state is not None:
@@ -79,7 +79,7 @@ def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any 
     """
     mesh = mesh_of(like)
     leaves = StateLeaves(optimizer_state, like, mesh)
-    parts = _model_parts(like, mesh)
+    parts = model_parts(like, mesh)
 
     def found() -> tuple[list[Any], list[Any], dict[str, np.ndarray]]:
         saved = read(path)
@@ -90,17 +90,8 @@ def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any 
         return made, _read(saved, STATE, leaves.parts, mesh), values
 
     made, of_state, values = together("reading of a checkpoint", found)
-    named = {part.bucket.name: arrays for part, arrays in zip(parts, made, strict=True)}
-    params = ShardedParams({name: named[name] for name in like.shards}, like.tree, {n: named[n] for n in like.frozen})
+    params = ShardedParams.of(like.tree, {part.bucket.name: arrays for part, arrays in zip(parts, made, strict=True)})
     return params if optimizer_state is None else (params, leaves.joined(of_state, values))
-
-
-def _model_parts(sharded: ShardedParams, mesh: Mesh) -> list[Part]:
-    return [
-        Part.of(bucket, sharded.buckets[bucket.name], mesh)
-        for bucket in sharded.tree.buckets
-        if bucket.name in sharded.buckets
-    ]
 
 
 def _sharding(parts: list[Part], mesh: Mesh) -> Sharding:

@@ -96,6 +96,10 @@ class Bucket:
         parts.append(jnp.zeros((*self.lead, layout.gathered_numel - at), parts[-1].dtype))
         return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
 
+    def to_params(self, arrays: Any) -> dict[str, jax.Array]:
+        """The inverse of `from_params`."""
+        return self.layers.each(self._cut)(arrays)
+
     def zero_padding(self, arrays: Any) -> Any:
         """The arrays with 0 in the padding, whatever was there (R05). No mask is stored."""
         return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
@@ -197,6 +201,9 @@ class PerParamBucket(Bucket):
 
     def from_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: grown(params[name], shape) for name, shape in self.shapes().items()}
+
+    def to_params(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {spec.name: shrunk(arrays[spec.name], (*self.lead, *spec.shape)) for spec in self.layout.params}
 
     def zero_padding(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         found = dict(arrays)

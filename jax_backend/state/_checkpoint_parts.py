@@ -13,6 +13,7 @@ from crossframe.checkpoint import state_layout
 from crossframe.layout import Layout
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
 from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._sharded_params import ShardedParams
 
 # By index in the shard group, one rank's line of each layout.
 Lines = Mapping[int, list[np.ndarray]]
@@ -88,3 +89,12 @@ class Part:
             return jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed)
 
         return jax.tree.map(array, self.arrays, *own.values())
+
+
+def model_parts(sharded: ShardedParams, mesh: Mesh) -> list[Part]:
+    """The parts of all parameters, trained or frozen."""
+    return [
+        Part.of(bucket, sharded.buckets[bucket.name], mesh)
+        for bucket in sharded.tree.buckets
+        if bucket.name in sharded.buckets
+    ]

@@ -36,6 +36,7 @@ from jax_backend import (
     summon_full_params,
     unshard,
 )
+from jax_backend.orbax import ShardedRestore, ShardedSave
 from tests.on_jax.helpers import recorded_loops
 from tests.on_jax.helpers.small import UNITS, small_loss, small_map, small_params
 
@@ -122,18 +123,15 @@ def summons(folder: Path, rank: int) -> Any:
 
 
 def orbax(folder: Path, rank: int) -> Any:
-    """Saved and restored by orbax."""
-    found = []
-    sharded = sharded_as(MESHES["shard"], "per_param")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "orbax", sharded)
-        checkpointer.wait_until_finished()
-        like = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-            sharded_as(MESHES["shard"], "per_param", seed=1),
-        )
-        found.append(same(checkpointer.restore(folder / "orbax", like), sharded))
-    return found
+    """Saved by orbax on one mesh, restored on the other."""
+    tx = sharded_optimizer(optax.adam(1e-2))
+    saved, wanted = sharded_as(MESHES["shard"], "per_param"), sharded_as(MESHES["hybrid"], "flat")
+    like = sharded_as(MESHES["hybrid"], "flat", seed=1)
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        manager.save(1, args=ShardedSave(saved, tx.init(saved)))
+        manager.wait_until_finished()
+        found = manager.restore(1, args=ShardedRestore(like, tx.init(like)))
+    return [same(found, (wanted, tx.init(wanted)))]
 
 
 def training(folder: Path, rank: int) -> Any:

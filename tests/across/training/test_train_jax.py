@@ -176,7 +176,7 @@ def test_two_processes_record_into_one_directory_what_one_process_records(tmp_pa
             assert inside.has("backward", 0, name, rank)
 
 
-def test_orbax_saves_and_restores_in_two_processes(processes):
+def test_R36_R37_orbax_restores_on_another_mesh_in_two_processes(processes):
     assert [each["orbax"] for each in processes] == [[True]] * 2
 
 

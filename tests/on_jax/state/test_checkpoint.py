@@ -1,4 +1,4 @@
-"""Checkpoints of JAX: crossframe's own format, and orbax's."""
+"""Checkpoints of JAX in crossframe's own format."""
 
 # pyright: reportArgumentType=false
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 from crossframe import MeshSpec
@@ -179,18 +178,3 @@ def test_a_checkpoint_has_the_values_from_before_a_donating_update(tmp_path, lay
         after = update((sharded, state))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves((sharded, state)))
     same(load_checkpoint(tmp_path / "c", *after), expected)
-
-
-def test_orbax_saves_and_restores_sharded_parameters(tmp_path):
-    params: Any = small_params()
-    for layout in ("per_param", "flat"):
-        sharded = sharded_as(params, MeshSpec(2), layout)
-        hybrid = sharded_as(jax.tree.map(np.zeros_like, params), MeshSpec(shard=2, replicate=2), layout)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / layout, sharded)
-            checkpointer.wait_until_finished()
-            for other in (sharded, hybrid):
-                like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), other)
-                found = checkpointer.restore(tmp_path / layout, like)
-                assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(lambda a: a.sharding, other)
-                jax.tree.map(np.testing.assert_array_equal, unshard(found), params)
