@@ -147,7 +147,8 @@ def _in_process(work: Callable[..., Any], *args: Any) -> Any:
 # In a process of its own
 
 
-def _devices(number: int) -> Any:
+def devices_of(number: int) -> Any:
+    """GPUs if there are as many, else devices on the CPU. Called before JAX is first used."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", number)
@@ -158,7 +159,7 @@ def _devices(number: int) -> Any:
 
 
 def _measure_world(world: int, sizes: JaxSizes) -> dict[str, Any]:
-    devices = _devices(world)
+    devices = devices_of(world)
     steps, seconds, held, temporaries = {}, {}, {}, {}
     for name in (REPLICATED, BY_HAND, SCANNED_BY_HAND, *OURS, *OURS_SCANNED):
         contestant = _contestant(name, sizes.gpt, sizes.batch, devices)
@@ -184,7 +185,7 @@ def _measure_depth(sizes: JaxSizes) -> dict[str, Any]:
 
     from experiments.models import define_gpt
 
-    devices = _devices(2)
+    devices = devices_of(2)
     seconds: dict[str, dict[str, float]] = {}
     for name in (*OURS_SCANNED, BY_HAND):
         for depth in sizes.depths:

@@ -1,4 +1,4 @@
-"""The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax`."""
+"""The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax|compile`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -115,6 +115,31 @@ def bench_jax(
 
     with exit_on_error():
         _run(jax_bench(), json, output, quick=quick, strict=strict)
+
+
+@bench.command("compile")
+def bench_compile(
+    model: Annotated[
+        list[str] | None, typer.Option(help="llama-3-8b or llama-3-70b. May be repeated. Default: both")
+    ] = None,
+    devices: Annotated[
+        list[int] | None, typer.Option(help="Virtual devices. May be repeated. Default: 8, 64 and 256")
+    ] = None,
+    program: Annotated[
+        list[str] | None,
+        typer.Option(help="'our shard_map', 'our jit' or NamedSharding. May be repeated. Default: all"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a device's batch.")] = 2048,
+    limit: Annotated[float, typer.Option(help="Seconds after which a program is given up.")] = 600.0,
+    json: Json = None,
+    output: Output = None,
+) -> None:
+    """Compile the step of Llama 3 for many devices without values: collectives next to the plan's, memory, compile time."""
+    from experiments.bench.jax_compile import CONTESTANTS, MODELS, cases_of, run_compile
+
+    with exit_on_error():
+        cases = list(cases_of(model or tuple(MODELS), devices or (8, 64, 256), program or CONTESTANTS, context))
+        raise typer.Exit(run_compile(console, cases, limit=limit, output=output, json_output=json))
 
 
 @bench.command("own")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from crossframe.dtypes import itemsize
+from crossframe.dtypes import FLOATING, itemsize
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
 from jax_backend.programs._trace import FOREIGN
 from jax_backend.ranks._collectives import WEIGHTS, any_label
@@ -117,8 +117,10 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]
         shapes = shapes[len(shapes) // 2 :]
     for dtype, dims in shapes:
         numel = int(np.prod([int(size) for size in dims.split(",") if size], dtype=int))
-        num_bytes = numel * itemsize(_DTYPES[dtype]) * (len(group) if kind == "reduce-scatter" else 1)
-        yield Event(_KINDS[kind], unit, phase, _DTYPES[dtype], num_bytes, group, bucket=int(index or 0))
+        name = _DTYPES[dtype]
+        width = itemsize(name) if name in FLOATING else np.dtype(name).itemsize
+        num_bytes = numel * width * (len(group) if kind == "reduce-scatter" else 1)
+        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=int(index or 0))
 
 
 def group_of(line: str, rank: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from crossframe.dtypes import numpy_dtype
 from crossframe.layout import Layout, PerParamLayout
 from crossframe.layout import views as numpy_views
 from jax_backend.mesh._device_mesh import SHARD_AXIS, device_of
@@ -130,6 +131,13 @@ class Bucket:
     def constrained(self, arrays: Any, mesh: Mesh) -> Any:
         """The arrays with this bucket's shardings, inside jit."""
         return jax.tree.map(lambda at, array: jax.lax.with_sharding_constraint(array, at), self.shardings(mesh), arrays)
+
+    def structs(self, mesh: Mesh) -> Any:
+        """Its arrays without values."""
+        dtype = numpy_dtype(self.layout.dtype)
+        return jax.tree.map(
+            lambda at, shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at), self.shardings(mesh), self.shapes()
+        )
 
     def assembled(self, mesh: Mesh, own: Callable[[int], Any]) -> Any:
         """Global arrays out of each rank's part.

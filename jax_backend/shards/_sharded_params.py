@@ -94,7 +94,8 @@ def shard(
     """Shard full parameters.
 
     Args:
-        params: a pytree of floating arrays (numpy or JAX): nested dicts, lists, nnx.State, modules of equinox.
+        params: a pytree of floating arrays (numpy or JAX): nested dicts, lists, nnx.State, modules of equinox. Or of
+            jax.ShapeDtypeStruct, to lower and compile a step ahead of time, without values.
         mesh: from `make_mesh`.
         units: canonical names of the modules that are units; the root "" always is. A parameter belongs to the nearest enclosing
             unit. Its parameters are in the order of the map.
@@ -115,7 +116,7 @@ def shard(
             order.
 
     Returns:
-        The shards; no device ever holds more than its own.
+        The shards; no device ever holds more than its own. Without values, ShardedParams of jax.ShapeDtypeStruct.
 
     Raises:
         UsageError: a leaf that is not a floating array, a mesh that `make_mesh` did not make, or an invalid option.
@@ -131,6 +132,8 @@ def shard(
     )  # fmt: skip
     tree = build_tree(params, mesh_spec(mesh).shard, options)
     leaves = tree.leaves(params)
+    if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
+        return ShardedParams.of(tree, {bucket.name: bucket.structs(mesh) for bucket in tree.buckets})
     return from_lines(tree, mesh, lambda path, rank: np.asarray(leaves[path]))
 
 
