@@ -27,7 +27,7 @@ from experiments.train.journal import Journal
 from experiments.train.settings import TrainSettings
 from experiments.train.sharded import build
 from experiments.train.together import together
-from tests.on_torch.programs.campaign import Trials, content, finals, metrics
+from tests.on_torch.programs.campaign import Trials, arguments, content, finals, metrics
 from torch_backend.observe import record_trace
 
 SMALL = TrainSettings(
@@ -358,15 +358,10 @@ def test_settings_out_of_range_are_named(wrong, named):
 def test_the_command_passes_on_every_option_and_says_wrong_use_in_one_line(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(train_torch, "run", lambda settings: seen.append(settings) or True)
-    runner, options = CliRunner(), vars(replace(SMALL, output=tmp_path, dropout=0.5, micro_batch_size=3, layout="flat"))
-    words = [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    asked = replace(SMALL, output=tmp_path, dropout=0.5, micro_batch_size=3, layout="flat", async_save=True)
+    runner, words = CliRunner(), arguments(asked)
     assert runner.invoke(train_torch.app, words).exit_code == 0
-    assert vars(seen[0]) == options
+    assert seen == [asked]
     monkeypatch.setattr(train_torch, "run", lambda settings: False)
     assert runner.invoke(train_torch.app, words).exit_code == 1
     monkeypatch.undo()
