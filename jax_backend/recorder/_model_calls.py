@@ -17,7 +17,8 @@ import numpy as np
 
 from jax_backend.recorder._array_interior import first_floating, may_be_batch, mean_square
 from jax_backend.recorder._module_calls import module_reported, params_of, parts_of, reporting_modules
-from jax_backend.recorder._patches import Root, replacing, root
+from jax_backend.recorder._replacing import replacing
+from jax_backend.recorder._session import Root, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
 from jax_backend.tree import leaves_by_path
 

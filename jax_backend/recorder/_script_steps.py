@@ -1,5 +1,14 @@
-"""Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied."""
+"""Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied.
 
+[Note: updates that optax does not add] A script or a library may add updates by a function of its own, such as
+`jax.tree.map(jnp.add, params, updates)`. Then the parameters after a step are those at which the next gradient is taken, or those
+that the next update of the optimizer gets. After the last step there is neither, and its parameters are, in this order: what the
+jitted function returned where it returned the next parameters in the step before; or the sum of parameters and updates, if that
+sum was right at all earlier steps; or unknown, which is printed. What the script's own function does is not assumed without
+having been seen.
+"""
+
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +55,54 @@ class _Gradient:
     batch: Sequence[Any]
     grads: tuple[weakref.ref, ...]
 
+    def kept(self) -> "_Gradient":
+        """The same, whatever the script later writes into arrays of its batch."""
+        return replace(self, batch=[each.copy() if isinstance(each, np.ndarray) else each for each in self.batch])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose parameters after it may not be known yet.
+
+    Attributes:
+        gradients: those that its update got.
+        in_scan: whether it is an iteration of a scan.
+    """
+
+    loss: Any
+    update: Tap
+    gradients: Sequence[_Gradient]
+    in_scan: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return self.update.about[0]
+
+    def before(self) -> "OrderedDict[str, Value]":
+        """The parameters that the update got, or else those of the gradient."""
+        if self.update.values["before"]:
+            return _named(self.update, "before")
+        tap = self.gradients[0].tap
+        found = self.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+        return found or OrderedDict((name, Value(None)) for name in self.names)
+
+    def matching(self, params: Mapping[str, Value]) -> "OrderedDict[str, Value] | None":
+        """The parameters of this step among others, by names or else by order; None if their shapes are others, or unknown."""
+        names, shapes = self.update.about
+        if set(names) <= params.keys():
+            found = [params[name] for name in names]
+        elif len(params) == len(names):
+            found = [*params.values()]
+        else:
+            return None
+        if any(value.array is None for value in found):
+            return None
+        whole = [_whole(value) for value in found]
+        if tuple(tuple(value.array.shape) for value in whole) != shapes:
+            return None
+        return OrderedDict(zip(names, whole, strict=True))
+
 
 def _gradient(tap: Tap, batch: Sequence[Any]) -> _Gradient:
     values = dict(tap.values)
@@ -71,10 +128,17 @@ class Steps:
         self._update: Tap | None = None
         self._names: tuple[str, ...] = ()
         self._after: OrderedDict[str, Value] = OrderedDict()
+        self._update_in_scan = False
+        self._is_added_by_optax = False
+        self._unadded: _Step | None = None
+        self._is_sum: bool | None = None
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
-        return sum(tap.num_iterations for tap in taps if tap.kind == APPLY)
+        found = list(taps)
+        if any(tap.kind == APPLY for tap in found):
+            return sum(tap.num_iterations for tap in found if tap.kind == APPLY)
+        return sum(tap.num_iterations for tap in found if tap.kind == UPDATE and tap.scans)
 
     def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         """Add taps in the order of the program.
@@ -84,13 +148,66 @@ class Steps:
         """
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             if tap.kind == GRADIENT:
+                self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
                 self._check_updated(tap)
                 self._gradients.append(_gradient(tap, _batch_at(at, batch)))
             elif tap.kind == UPDATE:
                 self._check_update(tap)
-                self._update = tap
+                if self._unadded is not None:
+                    self._end_unadded(self._unadded, tap)
+                self._update, self._update_in_scan = tap, bool(at)
             elif self._update is not None and (applied := _of_parameters(tap, self._update.about[0])) is not None:
-                self._end(self._update, applied, in_scan=bool(at))
+                self._is_added_by_optax = True
+                if (step := self._closed(self._update)) is not None:
+                    self._record(replace(step, in_scan=bool(at)), _named(applied, "before"), _named(applied, "after"))
+        if self._update is not None and not self._is_added_by_optax:
+            self._gradients = [each.kept() for each in self._matching(self._update)]
+
+    def begin_gradient(self, params: Mapping[str, Any]) -> None:
+        """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
+        self._begin_gradient({name: Value(leaf) for name, leaf in params.items()})
+
+    def _begin_gradient(self, params: Mapping[str, Value]) -> None:
+        if self._update is not None and not self._is_added_by_optax:
+            self._unadded = self._closed(self._update)
+        if self._unadded is not None and (after := self._unadded.matching(params)) is not None:
+            step, self._unadded = self._unadded, None
+            self._record(step, step.before(), after)
+
+    def _end_unadded(self, step: _Step, update: Tap) -> None:
+        """End a step before the next update, which may get the parameters after it."""
+        given = dict(zip(update.about[0], update.values["before"], strict=False))
+        after = step.matching(given)
+        if after is None and not (given and step.in_scan):  # in a scan values are returned of recorded steps alone
+            raise UsageError(
+                f"the parameters after an update of {listed(step.names)} are not known: neither optax.apply_updates nor the next "
+                f"gradient or update got them; pass them to the update (params=...), or {USE_RECORDER}"
+            )
+        self._unadded = None
+        self._record(step, step.before(), after)
+
+    def end(self, returned: Mapping[str, Any]) -> None:
+        """The script has ended.
+
+        Args:
+            returned: what the last step returned where the steps before it returned the next parameters.
+        """
+        if self._update is not None and not self._is_added_by_optax:
+            self._unadded = self._closed(self._update)
+        if self._unadded is None:
+            return
+        step, self._unadded = self._unadded, None
+        before = step.before()
+        after = step.matching({name: Value(leaf) for name, leaf in returned.items()})
+        if after is None and self._is_sum:
+            after = _sums(step, before)
+        if after is None and self._begin is not None:
+            print(
+                "crossframe: the parameters after the last step are not recorded: the script added its updates by a function of "
+                "its own, and took no gradient afterwards",
+                file=sys.stderr,
+            )
+        self._record(step, before, after)
 
     def _check_updated(self, tap: Tap) -> None:
         """Raise UsageError if parameters change, but not by optax."""
@@ -116,8 +233,8 @@ class Steps:
             )
         if self._update is not None:
             raise UsageError(
-                f"updates of the optimizer were not added to the parameters by optax.apply_updates; add them by it, or "
-                f"{USE_RECORDER}"
+                "an optimizer of optax made updates twice, and between them neither optax.apply_updates nor a gradient got the "
+                f"parameters; add updates by optax.apply_updates, or {USE_RECORDER}"
             )
         if not self._matching(tap):
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
@@ -137,24 +254,32 @@ class Steps:
         found = [each for each in self._gradients if sorted(each.tap.about[1]) == shapes]
         return found or (self._gradients if len(self._gradients) == 1 else [])
 
-    def _end(self, update: Tap, apply: Tap, *, in_scan: bool) -> None:
+    def _closed(self, update: Tap) -> _Step | None:
+        """The step of an update; None if its gradient is only accumulated."""
+        self._update = None
         if "mini_step" in update.values and int(update.values["mini_step"].array):
-            self._update = None  # its gradient is only accumulated
-            return
+            return None
         gradients = self._matching(update)
         losses = [_mean(each.tap) for each in gradients]
         loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
-        self._gradients, self._update, self._names = [], None, update.about[0]
-        if self._begin is not None:
-            self._record(loss, update, apply, gradients, in_scan)
+        self._gradients, self._names = [], update.about[0]
         self.number += 1
         self._finished(loss)
+        return _Step(loss, update, gradients, self._update_in_scan)
 
-    def _record(self, loss: Any, update: Tap, apply: Tap, gradients: "list[_Gradient]", in_scan: bool) -> None:
-        before, after = _named(apply, "before"), _named(apply, "after")
-        if in_scan:  # an iteration begins with the parameters of the one before
+    def _record(self, step: _Step, before: "OrderedDict[str, Value]", after: "OrderedDict[str, Value] | None") -> None:
+        if self._begin is None:
+            return
+        update, gradients = step.update, step.gradients
+        if step.in_scan:  # an iteration begins with the parameters of the one before
             before = OrderedDict((name, _known(value, self._after.get(name))) for name, value in before.items())
-        self._after = after if in_scan else OrderedDict()
+        if after is None:
+            after = OrderedDict((name, Value(None)) for name in before)
+        elif not self._is_added_by_optax and (added := _sums(step, before)) is not None:
+            is_sum = all(_is_same(added[name].array, value.array) for name, value in after.items())
+            self._is_sum = is_sum and self._is_sum is not False
+        self._after = after if step.in_scan else OrderedDict()
+        placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
         if self.recorder is None:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
@@ -162,13 +287,13 @@ class Steps:
                     f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
-            initial = ((name, _placed(value.array, after[name].array)) for name, value in before.items())
+            initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
             self.recorder = self._begin(OrderedDict(initial))
         grid = self.recorder.grid
         params = _arrays(after)
         grads = _arrays(
             OrderedDict(
-                (name, _reduced(value, after[name].array))
+                (name, _reduced(value, placed[name].array))
                 for name, value in zip(update.about[0], update.values["grads"], strict=True)
             )
         )
@@ -182,7 +307,7 @@ class Steps:
         each = {tuple(map(id, part)): part for parts in microbatches for part in parts}
         batches = list(batches_of(grid, list(each.values())).values())
         self.recorder.step(
-            loss=loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss),
+            loss=step.loss if np.shape(step.loss) in ((), (grid.spec.world_size,)) else jnp.mean(step.loss),
             params=params,
             grads=grads,
             opt_state=state,
@@ -215,6 +340,26 @@ def _differ(a: Any, b: Any) -> bool:
     if any(isinstance(each, jax.Array) and each.is_deleted() for each in (a, b)):
         return True
     return not np.array_equal(a, b, equal_nan=True)
+
+
+def _sums(step: _Step, before: Mapping[str, Value]) -> "OrderedDict[str, Value] | None":
+    """The sums of parameters and updates, as optax adds them; None if either is unknown."""
+    updates = step.update.values["updates"]
+    arrays = [value.array for value in (*before.values(), *updates)]
+    if not updates or any(_is_gone(array) for array in arrays) or any(value.by_rank for value in updates):
+        return None
+    pairs = zip(before.items(), updates, strict=True)
+    return OrderedDict(
+        (name, Value((value.array + each.array).astype(value.array.dtype))) for (name, value), each in pairs
+    )
+
+
+def _is_gone(array: Any) -> bool:
+    return array is None or (isinstance(array, jax.Array) and array.is_deleted())
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(jnp.array_equal(a, b, equal_nan=True))
 
 
 def _mean(tap: Tap) -> Any:

@@ -87,12 +87,12 @@ class Tap:
 GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
 FORWARD = "forward"
 """The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules inside; of an
-optimizer's update the gradients that it gets and its state; of an application of updates the parameters before and after; of a
-module its input or output; of a call of a model its parameters, batch and modules inside. `_patches.py` makes them, those of
-models `_model_calls.py`."""
+optimizer's update the gradients and parameters that it gets, its state and the updates; of an application of updates the
+parameters before and after; of a module its input or output; of a call of a model its parameters, batch and modules inside.
+`_gradients.py`, `_optimizer_updates.py` and `_model_calls.py` make them."""
 ALWAYS = frozenset({"loss", "mini_step", "batch"})
 """Names of values that every program returns."""
-BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before"})
+BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "updates"})
 """Names of values that no program returns: they are its arguments, or unknown; but a scan returns "before"."""
 
 
@@ -352,14 +352,17 @@ def _iteration(tap: Tap, i: int) -> Tap:
 
 
 def merged(taps: Sequence[Tap], more: Sequence[Tap]) -> list[Tap]:
-    """The taps of a program, with the values that it does not return from one that has more detail."""
+    """The taps of a program, with the values that it does not return, or of the first iteration of a scan alone, from one with
+    more detail."""
     found = []
     for tap, other in zip(taps, more, strict=True):
         values = dict(other.values)
         for name, each in tap.values.items():
             if jax.tree.structure(each) != jax.tree.structure(values[name]):  # the interior, which only one has
                 continue
-            values[name] = jax.tree.map(lambda a, b: b if a.array is None else a, each, values[name])
+            values[name] = jax.tree.map(
+                lambda a, b: b if a.array is None or b.scans > a.scans else a, each, values[name]
+            )
         found.append(replace(other, values=values))
     return found
 

@@ -3,8 +3,9 @@
 With `forward_only`, each call of a model of flax or equinox is a step (`_model_calls.py`), and nothing is trained.
 
 The script's calls of `jax.jit`, `jax.value_and_grad`, `jax.grad` and optax are followed. The parameters are what an optimizer of
-optax updates, and the loss is that of the gradients of their shapes. A step ends when `optax.apply_updates` adds the updates. The
-batch is what the step, or else the loss function, is called with besides parameters, state and random keys.
+optax updates, and the loss is that of the gradients of their shapes. A step ends when `optax.apply_updates` adds the updates, or
+where the next one begins ([Note: updates that optax does not add] in `_script_steps.py`). The batch is what the step, or else the
+loss function, is called with besides parameters, state and random keys.
 
 [Note: what a recorded script runs] A jitted function that takes a gradient or updates parameters runs as a program that also
 returns the loss, at every step. At recorded steps another program runs before it on the same arguments, which returns all that is
@@ -40,9 +41,10 @@ from jax_backend.recorder._manifest import program
 from jax_backend.recorder._model_calls import following_models
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
-from jax_backend.recorder._patches import Gradient, Jitted, Patches, Root
+from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_steps import USE_RECORDER, Steps
+from jax_backend.recorder._session import Differentiated, JittedFunction, Root
 from jax_backend.recorder._taps import (
     BY_REFERENCE,
     FORWARD,
@@ -102,6 +104,9 @@ class ScriptRecorder:
         steps = ForwardSteps if self.forward_only else Steps
         self._steps = steps(self._begin if request is None else None, self._stepped)
         self._moved: dict[int, tuple[Any, Any]] = {}
+        self._shifts: dict[str, Any] = {}
+        self._returned: tuple[Any, ...] = ()
+        self._places: dict[str, int] = {}
         self._initial: dict[str, np.ndarray] = {}
         self._patches = Patches(forward_only=self.forward_only)
         self._hidden: set[str] = set()
@@ -133,6 +138,8 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._end_last_step()
         if self._trace is not None:
             self._trace.end()
         if self._steps.recorder is not None:
@@ -166,13 +173,15 @@ class ScriptRecorder:
 
     # The script calls
 
-    def call(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a jitted function of the script."""
         self._patches.libraries()
         plan = self._plan(jitted, args, kwargs)
         if not plan.kinds:
             return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
         leaves, structure = jax.tree.flatten((args, kwargs))
+        if GRADIENT in plan.kinds:
+            self._begin_gradient({name: leaves[i] for i, name in plan.params.items()})
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
             for i, name in plan.params.items():
                 self._move(leaves[i], name)
@@ -196,11 +205,13 @@ class ScriptRecorder:
             result, packed = program(*args, **kwargs)
             more = unpacked(packed, given, result)
         result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
+        if UPDATE in plan.kinds:
+            self._returned = tuple(jax.tree.leaves(result))
         taps = unpacked(packed, given, result)
         self._add(taps if more is None else merged(taps, more), batch)
         return result
 
-    def _traced(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
+    def _traced(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
         assert self._trace is not None and self._request is not None
         if len(steps) > 1 and self._request.step in steps:
             raise UsageError(
@@ -214,11 +225,12 @@ class ScriptRecorder:
         self._add(unpacked(packed, (args, kwargs), result), [])
         return result
 
-    def gradient(self, step: Gradient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def gradient(self, step: Differentiated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a differentiated function outside of jit."""
         self._patches.libraries()
         self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
+        self._begin_gradient({path_name(path): leaf for path, leaf in leaves})
         if self.perturbed_run and self._steps.number == 0:
             for path, leaf in leaves:
                 self._move(leaf, path_name(path))
@@ -252,7 +264,19 @@ class ScriptRecorder:
         """A pytree with the initial parameters of this run."""
         return jax.tree.map(self._now, tree) if self._moved else tree
 
-    def follows(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def shifted(self, updates: Any) -> Any:
+        """Updates that lead from a script's own initial parameters to where those of a perturbed run lead."""
+
+        def shifted(path: Any, leaf: Any) -> Any:
+            if (shift := self._shifts.get(path_name(path))) is None or shift.shape != leaf.shape:
+                return leaf
+            found = leaf + shift.astype(leaf.dtype)
+            self._moved[id(found)] = found, leaf
+            return found
+
+        return jax.tree_util.tree_map_with_path(shifted, updates) if self._shifts else updates
+
+    def follows(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a jitted function takes gradients or updates parameters."""
         self._patches.libraries()
         return bool(self._plan(jitted, args, kwargs).kinds)
@@ -286,12 +310,30 @@ class ScriptRecorder:
     def _add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
         self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)
         self._steps.add(taps, batch)
+        self._stop_if_due()
+
+    def _begin_gradient(self, params: Mapping[str, Any]) -> None:
+        """A gradient is about to be taken at these parameters."""
+        if not isinstance(self._steps, Steps):
+            return
+        at = {id(leaf): i for i, leaf in enumerate(self._returned)}
+        self._places = {name: at[id(leaf)] for name, leaf in params.items() if id(leaf) in at}
+        self._steps.begin_gradient(params)
+        self._stop_if_due()
+
+    def _end_last_step(self) -> None:
+        """End the last step, which may return its parameters where earlier steps returned theirs."""
+        if isinstance(self._steps, Steps):
+            found = {name: self._returned[i] for name, i in self._places.items() if i < len(self._returned)}
+            self._steps.end(found)
+
+    def _stop_if_due(self) -> None:
         if self._stop_after is not None and self._steps.number >= self._stop_after:
             raise SystemExit
 
     # Before a jitted function runs
 
-    def _plan(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _plan(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         leaves, structure = jax.tree.flatten((args, kwargs))
         # What is no number selects a program, if the argument is static.
         static = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, bool | str))
@@ -299,7 +341,7 @@ class ScriptRecorder:
             jitted.plans[structure, static] = self._new_plan(jitted, args, kwargs)
         return jitted.plans[structure, static]
 
-    def _new_plan(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _new_plan(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         before = set(self._hidden)
         result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
         kinds = tuple(tap.kind for tap in packed.taps)
@@ -325,6 +367,8 @@ class ScriptRecorder:
         else:
             moved = placed_like(leaf, perturbed_values(name, values, self.perturbed_run))
             self._initial[name] = np.asarray(moved)
+            if np.shape(moved):
+                self._shifts[name] = moved - leaf
         self._moved[id(leaf)] = leaf, moved
         self._moved[id(moved)] = moved, moved
 
@@ -353,6 +397,7 @@ class ScriptRecorder:
 
     def _stepped(self, loss: Any) -> None:
         self._moved.clear()
+        self._shifts.clear()
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
 

@@ -457,7 +457,26 @@ result = params
 )
 """The function that takes gradients also evaluates the model after each step."""
 
+ADDED_BY_HAND = (
+    FUNCTIONS
+    + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
+for batch in batches:
+    grads = spoil(jax.grad(loss_fn)(params, batch["image"], batch["label"]))
+    updates, opt_state = tx.update(grads, opt_state)
+    params = jax.tree.map(lambda p, u: p + u, params, updates)
+result = params
+"""
+)
+"""Updates are added by the script, outside of jit."""
+
+ADDED_IN_JIT = NESTED.replace("optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)")
+ADDED_IN_A_SCAN = IN_A_SCAN.replace("optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)")
+
 RECORDED = {
+    "added_by_hand": ADDED_BY_HAND,
+    "added_in_jit": ADDED_IN_JIT,
     "in_a_scan": IN_A_SCAN,
     "in_a_scan_outside_of_jit": OUTSIDE_OF_JIT,
     "ahead_of_time": AHEAD_OF_TIME,
@@ -529,15 +548,13 @@ params = step(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params), batche
 raise AssertionError("refused too late")
 """
 )
-_NOT_ADDED = (
+_UPDATED_TWICE = (
     FUNCTIONS
     + """
 tx = optax.sgd(0.1)
-opt_state = tx.init(params)
-for batch in batches:
-    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
-    updates, opt_state = tx.update(grads, opt_state)
-    params = jax.tree.map(lambda p, u: p + u, params, updates)
+grads = jax.grad(loss_fn)(params, batches[0]["image"], batches[0]["label"])
+for _ in range(2):
+    updates, _ = tx.update(grads, tx.init(params))
 """
 )
 _NO_GRADIENT = (
@@ -561,7 +578,7 @@ REFUSED = {
     "two_models": (_TWO_MODELS, "more than one model"),
     "in_pmap": (_IN_PMAP, "inside jax.pmap"),
     "ensemble": (_ENSEMBLE, "inside jax.pmap, jax.vmap"),
-    "not_added": (_NOT_ADDED, "not added to the parameters by optax.apply_updates"),
+    "updated_twice": (_UPDATED_TWICE, "made updates twice"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
     "ahead_of_time": (_STATIC_AHEAD_OF_TIME, "was compiled ahead of time"),
     "nothing": (_NOTHING, "nothing was trained"),

@@ -16,6 +16,8 @@ from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from jax_backend.recorder import script
 from tests.on_jax.helpers.scripts import (
+    ADDED_BY_HAND,
+    ADDED_IN_A_SCAN,
     EAGER,
     EVALUATED,
     HEAD,
@@ -44,6 +46,8 @@ STATED = {
     "nnx": ADAM | {"lr": 0.01},
     "nnx_outside_of_jit": ADAM | {"lr": 0.01},
     "nested": {},
+    "added_in_jit": {},
+    "added_by_hand": {"optimizer": "SGD", "lr": 0.1},
     "meta_learned": {},  # two optimizers
     "equinox": ADAMW | {"clip": 1.0},
     "two_calls": ADAM,
@@ -165,6 +169,26 @@ def test_operators_of_a_step_inside_of_a_scan_cannot_be_told_apart(tmp_path, run
     assert "step 1 runs inside a jax.lax.scan over 3 steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "factor"),
+    [
+        pytest.param(ADDED_IN_A_SCAN, 1.0, id="in a scan"),
+        pytest.param(ADDED_BY_HAND.replace("p + u", "p + 0.5 * u"), 0.5, id="another step"),
+    ],
+)
+def test_parameters_are_recorded_where_the_script_shows_them(tmp_path, run, capsys, text, factor):
+    assert run(text, every=1)[0] == 0
+    assert "parameters after the last step are not recorded" in capsys.readouterr().err
+    found = Recording.open(tmp_path / "out")
+    assert found.recorded_steps() == (0, 1, 2)
+    for name in found.manifest.params:
+        assert [found.has("update", step, name) for step in range(3)] == [True, True, False]
+        assert found.has("reduce", 2, name)
+    if factor != 1.0:
+        before, after = (found.full(phase, 0, "out.w") for phase in ("parameters", "update"))
+        np.testing.assert_array_equal(after, before + factor * (-0.1 * found.full("reduce", 0, "out.w")))
+
+
 def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
     status, variables = run(EVALUATED)
     assert status == 0
@@ -208,6 +232,7 @@ def test_a_fault_in_a_script_is_found_where_it_begins(tmp_path, run, text):
     "text",
     [
         pytest.param(TWO_CALLS, id="two calls"),
+        pytest.param(ADDED_BY_HAND, id="added by hand"),
         pytest.param(MAPPED, id="one call", marks=pytest.mark.exhaustive),
         pytest.param(IN_A_SCAN, id="a scan"),
     ],

@@ -1,0 +1,143 @@
+"""Replaces `jax.value_and_grad` and `jax.grad`: a gradient has a tap."""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_backend.recorder._module_calls import reporting_modules
+from jax_backend.recorder._rounding import rounded
+from jax_backend.recorder._session import Root, inside_update
+from jax_backend.recorder._taps import (
+    GRADIENT,
+    Detail,
+    Tap,
+    Value,
+    at_level,
+    collecting,
+    innermost,
+    pack,
+    traced,
+    unpacked,
+)
+from jax_backend.tree import path_name
+
+_value_and_grad = jax.value_and_grad
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A call of a differentiated function.
+
+    Args:
+        fun, argnums, has_aux, options: of `jax.value_and_grad`.
+    """
+
+    fun: Callable
+    argnums: int | Sequence[int]
+    has_aux: bool
+    options: dict[str, Any]
+
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What JAX returns, and its tap without the interior."""
+        own = _repeatable(self.fun)
+
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            above = innermost()
+            assert above is not None
+            with collecting(traced(above, in_loss=True)):  # nothing in here is a step
+                return own(*args, **kwargs)
+
+        differentiated = _value_and_grad(rounded(fun), self.argnums, self.has_aux, **self.options)
+        result = differentiated(*args, **kwargs)
+        return result, self.tap(result, args, [])
+
+    def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, with the interior."""
+
+        own = _repeatable(self.fun)
+
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            above = innermost()
+            assert above is not None
+            inside = traced(above, (), in_loss=True, detail=Detail.INTERIOR, paths=_paths(self.diff(args)))
+            with collecting(inside), reporting_modules():
+                result = own(*args, **kwargs)
+            loss, aux = result if self.has_aux else (result, None)
+            return loss, (aux, pack(inside.taps, (), inside))
+
+        differentiated = _value_and_grad(rounded(fun), self.argnums, True, **self.options)
+        (loss, (aux, packed)), grads = differentiated(*args, **kwargs)
+        result = ((loss, aux) if self.has_aux else loss), grads
+        collector = innermost()
+        assert collector is not None
+        return result, self.tap(result, args, unpacked(packed, (), (), collector.inputs))
+
+    def diff(self, args: tuple[Any, ...]) -> Any:
+        """The arguments that are differentiated."""
+        return args[self.argnums] if isinstance(self.argnums, int) else tuple(args[i] for i in self.argnums)
+
+    def tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
+        """The tap of a result, with those inside of it."""
+        value, grads = result
+        collector = innermost()
+        assert collector is not None
+        loss = at_level(collector, value[0] if self.has_aux else value)
+        leaves = jax.tree_util.tree_flatten_with_path(self.diff(args))[0]
+        names = tuple(path_name(path) for path, _ in leaves)
+        shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(grads))
+        values: dict[str, Any] = {"loss": Value(loss), "diff": tuple(Value(leaf) for _, leaf in leaves)}
+        values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
+        values["inside"] = tuple(Value(at_level(collector, tap.values["array"].array)) for tap in inside)
+        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside)), values)
+
+
+def _repeatable(fun: Any) -> Any:
+    """A function that can be called again: those of `nnx.value_and_grad` use up a queue."""
+    if dataclasses.is_dataclass(fun) and isinstance(getattr(fun, "nondiff_states", None), deque):
+        return dataclasses.replace(fun, nondiff_states=deque(fun.nondiff_states))  # type: ignore[arg-type]
+    return fun
+
+
+def _paths(tree: Any) -> dict[int, str]:
+    return {id(leaf): path_name(path) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def value_and_grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Any:
+    """`jax.value_and_grad`."""
+    real = _value_and_grad(fun, argnums, has_aux, **options)
+    step = Gradient(fun, argnums, has_aux, options)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collector = innermost()
+        if collector is None or collector.in_loss or inside_update.get():
+            return real(*args, **kwargs)
+        if isinstance(collector, Root) and collector.is_current():
+            return collector.session.gradient(step, args, kwargs)
+        if isinstance(collector, Root) or at_level(collector, ()) is None:
+            return real(*args, **kwargs)
+        if collector.detail is Detail.INTERIOR:
+            result, tap = step.with_interior(args, kwargs)
+        else:
+            result, tap = step.plain(args, kwargs)
+        collector.add([tap])
+        return result
+
+    return call
+
+
+def grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Any:
+    """`jax.grad`."""
+    both = value_and_grad(fun, argnums, has_aux, **options)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return call

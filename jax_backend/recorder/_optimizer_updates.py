@@ -1,0 +1,178 @@
+"""Replaces functions of optax: the update of an optimizer and the application of updates have taps."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_backend.recorder._gradients import Gradient
+from jax_backend.recorder._optimizer_settings import noting_optimizers
+from jax_backend.recorder._replacing import replacing
+from jax_backend.recorder._session import Root, inside_update, root
+from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
+from jax_backend.tree import path_name
+
+_apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
+_multi_steps: ContextVar[Any] = ContextVar("multi_steps", default=None)
+
+
+@contextmanager
+def following_optimizers() -> Iterator[None]:
+    """A context in which optax's functions are followed."""
+    own = inspect.getattr_static(optax.GradientTransformation, "update")
+    tapped = property(lambda self: functools.partial(_update, own.__get__(self)))
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (optax, "value_and_grad_from_state", value_and_grad_from_state),
+            (optax, "apply_updates", apply_updates),
+            (optax.GradientTransformation, "update", tapped),
+            (optax.MultiSteps, "update", _multi_steps_update(optax.MultiSteps.update)),
+        ):
+            stack.enter_context(replacing(owner, name, value))
+        stack.enter_context(noting_optimizers())
+        yield
+
+
+def value_and_grad_from_state(fun: Any) -> Any:
+    """`optax.value_and_grad_from_state`, whose gradient is that of a condition: modules inside of it are not seen."""
+    real, step = _value_and_grad_from_state(fun), Gradient(fun, 0, False, {})
+
+    @functools.wraps(real)
+    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        collector = current()
+        if collector is None or collector.in_loss or inside_update.get():
+            return real(params, *args, **kwargs)
+        if isinstance(collector, Root):
+            params = collector.session.replaced(params)
+        result = real(params, *args, **kwargs)
+        collector.add([step.tap(result, (params,), [])])
+        return result
+
+    return call
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`."""
+    return _applied(_apply_updates, params, updates)
+
+
+def _applied(own: Callable, params: Any, updates: Any) -> Any:
+    collector = _of_step("apply_updates")
+    if collector is None:
+        return own(params, updates)
+    if isinstance(collector, Root):
+        params, updates = collector.session.replaced(params), collector.session.replaced(updates)
+    result = own(params, updates)
+    names = _floating(updates)
+    before, after = (
+        {name: leaf for name, leaf in _floating(each).items() if name in names} for each in (params, result)
+    )
+    values = {
+        what: tuple(Value(leaf) for leaf in each.values()) for what, each in (("before", before), ("after", after))
+    }
+    if not isinstance(collector, Root):
+        _drop_parameters(collector)
+    collector.add([Tap(APPLY, (tuple(before),), values)])
+    return result
+
+
+def _drop_parameters(collector: Collector) -> None:
+    """Leave parameters out of the tap of an update that optax adds: the tap of that has them, and a scan would return both."""
+    for i, tap in enumerate(collector.taps):
+        if tap.kind == UPDATE and tap.values["before"]:
+            collector.taps[i] = replace(tap, values={**tap.values, "before": (), "updates": ()})
+
+
+def _floating(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        path_name(path): leaf
+        for path, leaf in leaves
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+
+
+def _of_step(what: str) -> Collector | None:
+    """The collector of an optimizer's function, unless another function of the optimizer, or a loss function, calls it."""
+    collector = innermost()
+    if collector is None or collector.in_loss or inside_update.get():
+        return None
+    if collector.is_current():
+        return collector
+    if (found := root()) is not None:
+        found.session.hidden(what)
+    return None
+
+
+def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    """The update of a gradient transformation."""
+    collector = _of_step("update")
+    if collector is None:
+        return own(grads, state, params, **extra)
+    if isinstance(collector, Root):
+        params = collector.session.replaced(params)
+    token, multi = inside_update.set(True), _multi_steps.set(None)
+    try:
+        updates, after = own(grads, state, params, **extra)
+        accumulates = _multi_steps.get()
+    finally:
+        inside_update.reset(token)
+        _multi_steps.reset(multi)
+    added = _floating(updates)
+    if isinstance(collector, Root):
+        updates = collector.session.shifted(updates)
+    reduced = grads
+    values: dict[str, Any] = {}
+    if accumulates is not None and isinstance(state, optax.MultiStepsState):
+        values["mini_step"] = Value(after.mini_step)
+        if (
+            isinstance(collector, Root) or collector.detail
+        ):  # what its optimizer gets, if this is the last of the small steps
+            reduced = jax.tree.map(
+                lambda grad, acc: accumulates._acc_update(grad, acc, n_acc=state.mini_step), grads, state.acc_grads
+            )
+    named = _floating(reduced)
+    values |= {
+        "grads": tuple(Value(leaf) for leaf in named.values()),
+        "state": jax.tree.map(Value, after),
+        "state_before": tuple(Value(leaf) for leaf in jax.tree.leaves((state, params))),
+        "before": _values_of(named, _floating(params)),
+        "updates": _values_of(named, added),
+    }
+    about = tuple(named), tuple(tuple(leaf.shape) for leaf in named.values())
+    collector.add([Tap(UPDATE, about, values)])
+    return updates, after
+
+
+def _values_of(names: Iterable[str], found: Mapping[str, Any]) -> tuple[Value, ...]:
+    """The values of these names in their order; none if any is missing."""
+    return tuple(Value(found[name]) for name in names) if all(name in found for name in names) else ()
+
+
+def _multi_steps_update(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            _multi_steps.set(self)
+            return own(self, grads, state, params, **extra)
+
+        return call(*args, **kwargs) if inside_update.get() else _update(call, *args, **kwargs)
+
+    return update
+
+
+def follow_equinox(stack: ExitStack) -> bool:
+    """Follow `equinox.apply_updates` too, once the script has imported it."""
+    if (equinox := sys.modules.get("equinox")) is None or not hasattr(equinox, "apply_updates"):
+        return False
+    own = equinox.apply_updates
+    stack.enter_context(replacing(equinox, "apply_updates", lambda model, updates: _applied(own, model, updates)))
+    return True

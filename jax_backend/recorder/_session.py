@@ -1,0 +1,111 @@
+"""What the functions that replace those of JAX and optax know of the script that is being recorded."""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from jax_backend.recorder._taps import Collector, Detail, Tap, current, innermost
+
+inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
+"""Whether an update of an optimizer runs, whose own gradients and updates have no taps."""
+
+
+class JittedFunction(Protocol):
+    """A jitted function, with a program for each `Detail`.
+
+    Attributes:
+        plans: what a session knows of it.
+        donates: whether it may donate arguments.
+    """
+
+    plans: dict[Any, Any]
+    donates: bool
+
+    def program(self, detail: Detail) -> Any:
+        """A jitted function that returns the user's results and a `Packed`."""
+
+
+class Differentiated(Protocol):
+    """A function that is differentiated."""
+
+    @property
+    def fun(self) -> Callable:
+        """The user's function."""
+        ...
+
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What JAX returns, and its tap without the interior."""
+
+    def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, with the interior."""
+
+    def diff(self, args: tuple[Any, ...]) -> Any:
+        """The arguments that are differentiated."""
+
+
+class Session(Protocol):
+    """What the replaced functions call outside of all traces."""
+
+    perturbed_run: int
+    forward_only: bool
+
+    def begins_call(self, params: Mapping[str, Any]) -> Detail:
+        """A model with these parameters is called outside of jit; returns what is wanted of it."""
+        ...
+
+    def call(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a jitted function."""
+
+    def gradient(self, step: Differentiated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a differentiated function."""
+
+    def replaced(self, tree: Any) -> Any:
+        """The arguments of a call, with other initial parameters in a perturbed run."""
+
+    def shifted(self, updates: Any) -> Any:
+        """Updates that lead from a script's own initial parameters to where those of a perturbed run lead, for scripts that add
+        them by a function of their own."""
+
+    def follows(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a jitted function takes gradients or updates parameters."""
+        ...
+
+    def compiled(self) -> None:
+        """Such a function is called that was compiled ahead of time, with static arguments or options of the compiler."""
+
+    def mapped(self) -> None:
+        """A function of `jax.pmap` has been called."""
+
+    def hidden(self, what: str) -> None:
+        """A function of an optimizer was traced where its values cannot leave."""
+
+    def tapped(self, taps: list[Tap]) -> None:
+        """Taps of the program that runs."""
+
+
+class Root(Collector):
+    """The collector of the program that runs."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(None, Detail.LOSSES)
+        self.session = session
+
+    def add(self, taps: Any) -> None:
+        """Pass taps on at once."""
+        self.session.tapped(list(taps))
+
+
+def root() -> Root | None:
+    """The collector of the program that runs; None if none is recorded."""
+    found: Collector | None = innermost()
+    while found is not None and not isinstance(found, Root):
+        found = found.above
+    return found
+
+
+def following() -> Collector | None:
+    """The collector of the current trace, if functions that are called in it may have taps."""
+    collector = current()
+    if collector is None or isinstance(collector, Root):
+        return None
+    return None if collector.in_loss and collector.detail is not Detail.INTERIOR else collector

@@ -1,0 +1,122 @@
+"""Replaces loops and mapped functions of JAX: the taps of a body become taps of the function around it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import core
+from jax.sharding import PartitionSpec
+
+from jax_backend.recorder._jitted import Jitted
+from jax_backend.recorder._module_calls import module_call
+from jax_backend.recorder._session import Root, following
+from jax_backend.recorder._taps import collecting, current, of_scan, pack, traced, unpacked
+
+_scan, _fori_loop, _shard_map, _pmap, _named_call = (
+    jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.pmap, jax.named_call
+)  # fmt: skip
+
+
+def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
+    """`jax.lax.scan`."""
+    if isinstance(top := current(), Root):
+        jitted = _jitted_scan(f, length, *args, **options)
+        follows = top.session.follows(jitted, (init, xs), {})
+        return jitted(init, xs) if follows else _scan(f, init, xs, length, *args, **options)
+    if (collector := following()) is None:
+        return _scan(f, init, xs, length, *args, **options)
+
+    def body(carry: Any, x: Any) -> Any:
+        inner = traced(collector, carry, is_scan=True)
+        with collecting(inner):
+            carry, y = f(carry, x)
+        return carry, (y, pack(inner.taps, (), inner))
+
+    carry, (ys, packed) = _scan(body, init, xs, length, *args, **options)
+    if options.get("reverse", args[0] if args else False):
+        packed = dataclasses.replace(packed, arrays=[jnp.flip(each, 0) for each in packed.arrays])
+    leaves = jax.tree.leaves(xs)
+    collector.add(of_scan(packed, leaves[0].shape[0] if leaves else length or 0, init, collector.inputs))
+    return carry, ys
+
+
+def _jitted_scan(f: Any, *args: Any, **options: Any) -> Jitted:
+    """A scan outside of jit, which JAX compiles too, as a jitted function."""
+    try:
+        return _kept_scan(f, args, tuple(options.items()))
+    except TypeError:  # not hashable
+        return _kept_scan.__wrapped__(f, args, tuple(options.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_scan(f: Any, args: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Jitted:
+    return Jitted(lambda init, xs: scan(f, init, xs, *args, **dict(options)), {})
+
+
+@functools.lru_cache(maxsize=64)
+def _loop_body(body_fun: Callable) -> Callable:
+    def body(carry: Any, _: Any) -> Any:
+        i, value = carry
+        return (i + 1, body_fun(i, value)), None
+
+    return body
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **options: Any) -> Any:
+    """`jax.lax.fori_loop`, which is a scan if the number of iterations is known."""
+    if current() is None or not (core.is_concrete(lower) and core.is_concrete(upper)):
+        return _fori_loop(lower, upper, body_fun, init_val, **options)
+
+    first, length = int(lower), max(int(upper) - int(lower), 0)
+    return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
+
+
+@functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed
+def shard_map(f: Any = None, /, **options: Any) -> Any:
+    if f is None:
+        return functools.partial(shard_map, **options)
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        if (collector := following()) is None:
+            return _shard_map(f, **options)(*args)
+
+        def body(*args: Any) -> Any:
+            inner = traced(collector, args)
+            with collecting(inner):
+                result = f(*args)
+            return result, pack(inner.taps, result, inner, lead=lambda array: jnp.asarray(array)[None])
+
+        axes = options.get("axis_names") or getattr(options.get("mesh"), "axis_names", None)
+        if axes is None:  # the mesh of the context
+            axes = jax.sharding.get_abstract_mesh().axis_names
+        given: dict[str, Any] = options | {"out_specs": (options["out_specs"], PartitionSpec(tuple(axes)))}
+        result, packed = _shard_map(body, **given)(*args)
+        collector.add(unpacked(packed, args, result, collector.inputs))
+        return result
+
+    return call
+
+
+def pmap(fun: Any = None, *args: Any, **options: Any) -> Any:
+    """`jax.pmap`, in which nothing is followed."""
+    if fun is None:
+        return functools.partial(pmap, *args, **options)
+    real = _pmap(fun, *args, **options)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if isinstance(collector := current(), Root):
+            collector.session.mapped()
+        return result
+
+    return call
+
+
+def named_call(fun: Any, *, name: str | None = None) -> Any:
+    """`jax.named_call`."""
+    return functools.wraps(fun)(module_call(_named_call(fun, name=name), name or fun.__name__))
