@@ -54,6 +54,7 @@ SIGNATURES = {
     "dropout": "dropout",
     "shifted_positions": "shifted positions",
     "attention_scale": "a different scale of attention scores",
+    "causal_mask": "a causal mask in one run alone",
     "padding_counted": "padding that counts as data",
     "uneven_weights": "a mean of means of unequal batches",
     "lost_microbatch": "a lost microbatch",

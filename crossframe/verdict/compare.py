@@ -215,7 +215,7 @@ def compare(
         reason,
         max_relative_loss_difference=max(findings.losses),
         max_relative_parameter_difference=max(findings.parameters.values(), default=0.0),
-        zero_gradient_parameters=tuple(dict.fromkeys((*pair.zero_gradient, *pair.noise))),
+        zero_gradient_parameters=tuple(dict.fromkeys((*pair.zero_gradient, *pair.noise, *_parts(pair)))),
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
@@ -230,6 +230,13 @@ def compare(
         notes=(*filter(None, (naming.note, without_use)), *_notes(pair, names)),
         environments=environments_of(a, b, verdict, where, names),
     )
+
+
+def _parts(pair: Pair) -> list[str]:
+    """Parameters of which some elements have a gradient that is only rounding, with their number."""
+    others = [name for name in pair.names() if name not in pair.zero_gradient and name not in pair.noise]
+    masks = ((name, pair.zero_gradient_elements(name)) for name in others)
+    return [f"{name} ({mask.sum()} of {mask.size} elements)" for name, mask in masks if mask is not None]
 
 
 _IMPLIED = {

@@ -42,7 +42,8 @@ class PairVerdict:
         steps: number of compared steps.
         max_relative_loss_difference: over steps and ranks; inf if only one side is finite; None if not compared.
         max_relative_parameter_difference: over recorded steps and parameters, without `zero_gradient_parameters`.
-        zero_gradient_parameters: parameters whose gradient is only rounding (`crossframe.verdict.measure.zero_gradient`).
+        zero_gradient_parameters: parameters whose gradient is only rounding (`crossframe.verdict.measure.zero_gradient`), with
+            the number of elements where that is so of some.
         first_divergence: the first quantity outside its bound, or None.
         reason: the reason for the verdict, as a sentence.
         loss_differences: per step, the largest over ranks.

@@ -1,4 +1,4 @@
-"""Fits attention to its projections: the scale of scores, keys that are masked, exchanged projections, shares in low precision.
+"""Fits attention to its projections: the scale and the mask of scores, exchanged projections, shares in low precision.
 
 The right side must be softmax(scale * q k) v, for some number of heads, rotary positions or none, a causal mask or none, and a
 number of keys in each sample. The scale is 1 / sqrt(head width), or it is fitted together with a cap of the scores. The wrong
@@ -124,7 +124,7 @@ class Change:
     """What the wrong side does otherwise.
 
     Attributes:
-        kind: "scale", "keys", "exchanged", "scrambled", or the dtype of scores or shares.
+        kind: "scale", "causal", "keys", "exchanged", "scrambled", or the dtype of scores or shares.
         right, wrong: the attention of both sides.
         uncertainty: the bound on the error of a fitted factor.
     """
@@ -321,6 +321,9 @@ def _change(sides: Contrast, inputs: Sequence[Projections], right: Attention, er
     if found := fits("scrambled", scrambled, given) if right.heads > 1 else None:
         return found
     if given.q.shape == given.k.shape and (found := fits("exchanged", right, given.exchanged())):
+        return found
+    other = replace(right, causal=not right.causal, window=0)
+    if given.q.shape[1] == given.k.shape[1] and (found := fits("causal", other, given)):
         return found
     if right.keys is not None and (found := fits("keys", replace(right, keys=None), given)):
         return found

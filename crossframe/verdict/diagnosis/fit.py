@@ -34,6 +34,7 @@ SIGNATURES = (
     "low_precision",
     "shifted_positions",
     "attention_scale",
+    "causal_mask",
     "padding_counted",
     "norm_epsilon",
     "tanh_gelu",

@@ -92,7 +92,7 @@ def _position_tables(case: Case) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def attention(case: Case) -> Iterator[Fit]:
-    """Attention differs in the scale of its scores, in the keys that it masks, in its projections, or in the dtype of its shares.
+    """Attention differs in the scale of its scores, in what it masks, in its projections, or in the dtype of its shares.
 
     The projections must be recorded; rotary positions, groups of heads and masked keys at one end of a sample are recognised.
     """
@@ -109,6 +109,22 @@ def attention(case: Case) -> Iterator[Fit]:
             return
 
 
+def later_positions(case: Case) -> Iterator[Fit]:
+    """All positions differ but the last one, which sees all others with a causal mask and without. Symmetric, so tried with one
+    assignment of sides only."""
+    right, wrong = case.both.right, case.both.wrong
+    if case.swapped or right.ndim != 3 or case.quantity.rank is None or right.shape[1] < 3:
+        return
+    of_position = np.sqrt(np.square(right - wrong).sum(axis=(0, 2)))
+    residual, tolerance = float(of_position[-1]), case.both.limit
+    if of_position[:-1].min() > 2 * tolerance and accepted(residual, case.both.difference, tolerance):
+        text = (
+            f"of the {len(of_position)} positions of each sample all differ but the last one, which sees all others in any case: "
+            "one run attends to later positions, and the other does not"
+        )
+        yield Fit("causal_mask", text, residual, 0.0, Claim("causal"))
+
+
 def _described(case: Case, found: Change) -> Fit:
     right, wrong = case.names
     heads = f"attention of {found.right.heads} heads"
@@ -121,6 +137,10 @@ def _described(case: Case, found: Change) -> Fit:
             text = f"{heads} multiplies scores by {found.right.factor:.6g}{which} in {right}, and by "
             signature, text = "attention_scale", f"{text}{found.wrong.factor:.6g} in {wrong}"
             claim = Claim("scale", found.wrong.factor, found.uncertainty)
+        case "causal":
+            masked, unmasked = (right, wrong) if found.right.causal else (wrong, right)
+            signature = "causal_mask"
+            text = f"{heads} sees later positions in {unmasked}, which a causal mask hides in {masked}"
         case "keys":
             counts = [_num_keys(side, case.both.right.shape) for side in (found.right, found.wrong)]
             signature, text = (
@@ -311,4 +331,12 @@ def _with_own_bias(others: Mapping[Key, Affine], own: Affine) -> dict[Key, Affin
     return {name: (weight, own[1]) for name, (weight, _) in others.items()} if own[1] is not None else {}
 
 
-ALL = (shifted_positions, attention, padding_in_norm, padding_in_pooling, modules_exchanged, other_layer)
+ALL = (
+    shifted_positions,
+    attention,
+    later_positions,
+    padding_in_norm,
+    padding_in_pooling,
+    modules_exchanged,
+    other_layer,
+)

@@ -14,7 +14,13 @@ from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
 from crossframe.verdict.measure.values import Sides, assemble, match_values, rank_values
-from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
+from crossframe.verdict.measure.zero_gradient import (
+    GradientSizes,
+    gradient_sizes,
+    terms_of,
+    zero_gradient_elements,
+    zero_gradient_parameters,
+)
 
 T = TypeVar("T")
 
@@ -64,6 +70,13 @@ class Pair:
     def zero_gradient(self) -> tuple[str, ...]:
         """Parameters whose gradient is zero up to rounding (`crossframe.verdict.measure.zero_gradient`)."""
         return zero_gradient_parameters(self.a, self.b, self.steps, self.sizes, self.rounds_in)
+
+    def zero_gradient_elements(self, name: str) -> np.ndarray | None:
+        """A mask of the elements of a parameter whose gradient is zero up to rounding; None if there are none, or all."""
+        return self.remember(
+            (Pair.zero_gradient_elements, name),
+            lambda: zero_gradient_elements(self.a, self.b, self.steps, self.sizes, name, self.rounds_in),
+        )
 
     @property
     def replicas(self) -> list[tuple[int, int]]:

@@ -119,6 +119,14 @@ def _quantity(
     )
 
 
+def _without_noise(pair: Pair, name: str, sides: Sides) -> Sides:
+    """Both sides with a's values where the gradient is zero up to rounding, which optimizers amplify, and both are finite."""
+    a, b, sketches = sides
+    if sketches is not None or a.ndim != 1 or (mask := pair.zero_gradient_elements(name)) is None:
+        return sides
+    return a, np.where(mask & np.isfinite(a) & np.isfinite(b), a, b).astype(b.dtype), None
+
+
 def _numbers(a: float, b: float) -> Sides:
     return np.array([a]), np.array([b]), None
 
@@ -372,6 +380,7 @@ def _state(pair: Pair, step: int) -> Iterator[Group]:
 
 def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]) -> Quantity:
     sides, bound = pair.assemble(STATE, step, name, replicas, slot), pair.bounds.parameter
+    sides = _without_noise(pair, name, sides)
     made = _quantity(pair, step, STATE, "state", name, sides, bound=bound, replica=replicas[1], use=slot)
     sizes, size = pair.sizes[0], made.norms[0]
     noise = pair.gradient_noise(sizes.typical[step], made.numel)
@@ -389,7 +398,7 @@ def _updates(pair: Pair, step: int) -> Iterator[Group]:
             continue  # frozen
         group = []
         for replicas in pair.replicas:
-            sides = pair.assemble(UPDATE, step, name, replicas)
+            sides = _without_noise(pair, name, pair.assemble(UPDATE, step, name, replicas))
             made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
             group.append(made.with_scale(_moving_scale(pair, name, made)))
         yield group

@@ -7,6 +7,9 @@ magnitude. So such a gradient is at most terms * u times the typical gradient, i
 it by its own magnitude and moves the parameter by up to the learning rate per step in an arbitrary direction, so two correct runs
 differ there as much as two incorrect ones.
 
+Where queries, keys and values have one bias, only the elements of keys are such. So elements of parameters with one dim are told
+apart by the same limit.
+
 A gradient that is exactly 0.0 on both sides at all steps is not noise: nothing is amplified, and the parameter changes in the
 same way (weight decay, or not at all) on both sides. It is compared.
 """
@@ -99,7 +102,7 @@ def zero_gradient_parameters(
     Args:
         dtype: the dtype whose unit roundoff is u; None for the compute dtype of the runs.
     """
-    tolerated = [terms_of(recording) * unit_roundoff(dtype or recording.manifest.dtype) for recording in (a, b)]
+    tolerated = _tolerated(a, b, dtype)
     if max(tolerated) > _TELLABLE:
         return ()
 
@@ -113,3 +116,42 @@ def zero_gradient_parameters(
         if not found:
             break  # later steps need not be read for this
     return tuple(name for name in found if name in positive)
+
+
+def zero_gradient_elements(
+    a: Recording,
+    b: Recording,
+    steps: tuple[int, ...],
+    sizes: tuple[GradientSizes, GradientSizes],
+    name: str,
+    dtype: str | None = None,
+) -> np.ndarray | None:
+    """A mask of the elements of a parameter with one dim for which the same holds; None if there are none, or all.
+
+    None also where gradients were recorded as sketches.
+
+    Args:
+        dtype: as of `zero_gradient_parameters`.
+    """
+    spec = a.manifest.params[name]
+    tolerated = _tolerated(a, b, dtype)
+    if len(spec.shape) != 1 or not spec.requires_grad or max(tolerated) > _TELLABLE:
+        return None
+    found, positive = np.ones(spec.shape, bool), np.zeros(spec.shape, bool)
+    for step in steps:
+        for recording, own, limit in zip((a, b), sizes, tolerated, strict=True):
+            grad = assemble(recording, REDUCE, step, name).elements
+            if grad is None:
+                return None
+            size = np.abs(grad.astype(np.float64))
+            found &= size <= limit * own.typical[step]
+            positive |= size > 0.0
+        if not found.any():
+            return None
+    found &= positive
+    return found if found.any() and not found.all() else None
+
+
+def _tolerated(a: Recording, b: Recording, dtype: str | None) -> list[float]:
+    """The largest gradient that is rounding, relative to the typical one, of each recording."""
+    return [terms_of(recording) * unit_roundoff(dtype or recording.manifest.dtype) for recording in (a, b)]

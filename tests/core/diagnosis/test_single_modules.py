@@ -74,6 +74,12 @@ PLAIN = Attention(HEADS, HEADS, causal=True, factor=0.5)
 OUT, IN_BIAS, OUT_BIAS = drawn(3, WIDTH, WIDTH), drawn(4, 3 * WIDTH), drawn(5, WIDTH)
 
 
+def mixed(causal: bool) -> np.ndarray:
+    """Values that positions mix by learned weights, with a causal mask or without, which no attention of the projections is."""
+    weights = np.exp(drawn(27, LENGTH, LENGTH)) * (np.tri(LENGTH) if causal else 1.0)
+    return (weights / weights.sum(-1, keepdims=True)) @ V
+
+
 def attention(causal: bool = True, factor: float = 0.5, exchanged: bool = False) -> np.ndarray:
     given = Projections(K, Q, V) if exchanged else Projections(Q, K, V)
     return Attention(HEADS, HEADS, causal, factor).of(given)
@@ -329,6 +335,7 @@ PAIRS: dict[str, tuple[dict[str, np.ndarray], Values, Values, str]] = {
     }.items()
 }
 PAIRS["norm in bfloat16"] = ({"norm.weight": SCALE}, low_norm(1e-6), low_norm(1e-5), "bfloat16")
+PAIRS["a mask of learned weights is forgotten"] = ({}, three(mixed(True)), three(mixed(False)), "float64")
 
 
 @pytest.mark.parametrize("name", PAIRS)

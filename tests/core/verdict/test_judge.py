@@ -10,11 +10,18 @@ from crossframe.layout import PerParamLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Schedule
+from crossframe.verdict import Verdict, compare
 from crossframe.verdict.divergence_text import describe
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.locate import locate
 from crossframe.verdict.measure.metrics import distance, norm
-from crossframe.verdict.measure.zero_gradient import GradientSizes, gradient_sizes, terms_of, zero_gradient_parameters
+from crossframe.verdict.measure.zero_gradient import (
+    GradientSizes,
+    gradient_sizes,
+    terms_of,
+    zero_gradient_elements,
+    zero_gradient_parameters,
+)
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity
 
@@ -243,6 +250,27 @@ def test_a_frozen_parameter_has_no_gradient_that_could_be_noise(tmp_path):
     )
     run = synthetic.record(tmp_path / "run", made)
     assert zero_gradient_parameters(run, run, (0,), (sizes([LIMIT]), sizes([LIMIT]))) == ()
+
+
+def test_some_elements_of_a_bias_may_be_noise_that_the_optimizer_amplifies(tmp_path):
+    """As those of keys in a bias of queries, keys and values."""
+
+    def noisy(factor):
+        def tamper(phase, step, rank, name, array):
+            if name == "bias" and phase in ("reduce", "update", "state"):
+                array[0] = factor * (1e-16 if phase == "reduce" else 1e-3)
+            return array
+
+        return tamper
+
+    runs = [synthetic.record(tmp_path / str(factor), tamper=noisy(factor)) for factor in (1.0, -1.0)]
+    both = [gradient_sizes(run) for run in runs]
+    mask = zero_gradient_elements(*runs, (0, 1), (both[0], both[1]), "bias")
+    assert mask is not None and mask.tolist() == [True] + [False] * (mask.size - 1)
+    assert zero_gradient_elements(*runs, (0, 1), (both[0], both[1]), "embed") is None  # of two dims
+    found = compare(*runs)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found
+    assert f"bias (1 of {mask.size} elements)" in found.zero_gradient_parameters
 
 
 def test_gradients_are_measured_by_what_is_finite(tmp_path):
