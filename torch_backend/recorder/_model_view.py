@@ -216,7 +216,7 @@ def _view(
 ) -> ModelView:
     engine = joined_by(engine, stated.pipeline, inputs)
     if stated.context is not None:
-        engine = of_sequences(engine, stated.context)
+        engine = of_sequences(engine, stated.context, stated.pipeline)
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
         raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")

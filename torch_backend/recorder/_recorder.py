@@ -191,8 +191,6 @@ class Recorder(Listener):
                     f"Recorder: {title}: expected a process group, got {type(group).__name__}; for instance "
                     "mesh['pp'].get_group()"
                 )
-        if pipeline is not None and context is not None:
-            raise UnsupportedError("Recorder: context parallelism in the stages of a pipeline is not recorded")
         if pipeline is None and (len(models) > 1 or stages is not None):
             raise UsageError(
                 "Recorder: several modules as model, and stages, are those of a pipeline; pass pipeline= too"
@@ -559,6 +557,8 @@ class Recorder(Listener):
         writer = writers[0]
         for step, arguments in enumerate(self._waiting, self._num_written):
             loss = sum(float(loss) for loss in arguments.loss)
+            if self._context is not None:
+                loss = self._context.mean(loss)
             if self._pipeline is not None and self._views[0].speaks:
                 stages = zip(self._pipeline.stages, writers, strict=True)
                 calls = {stage: each.taken() for stage, each in stages if isinstance(each, StageWriter)}
@@ -570,9 +570,8 @@ class Recorder(Listener):
             if self._pipeline is not None and not self._pipeline.is_first:
                 continue
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
-            if self._context is not None:
-                loss = self._context.mean(loss)
-                arrays = arrays if arguments.digest else self._context.whole_batch(arrays)
+            if self._context is not None and not arguments.digest:
+                arrays = self._context.whole_batch(arrays)
             digest = arguments.digest or digest_of([array for some in arrays for array in some])
             ids = arguments.sample_ids
             if ids is None:

@@ -377,18 +377,21 @@ def _of_full(engine: Engine) -> Engine:
     return replace(engine, buckets=buckets, names=None)
 
 
-def of_sequences(engine: Engine, context: Context) -> Engine:
+def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = None) -> Engine:
     """The engine of ranks that have parts of the same sequences, as that of data-parallel ranks with whole ones; see
-    [Note: context ranks]."""
+    [Note: context ranks].
+
+    Args:
+        pipeline: the stages of which the model is one. Each stage has its own ranks.
+    """
     if engine.is_flat:
         raise UnsupportedError(
             "context parallelism is recorded without FSDP and under fully_shard with the layout per_param"
         )
     tensor_ranks = engine.model_ranks
     axes = {context.axis: context.ranks} | (dict(tensor_ranks.axes) if tensor_ranks else {})
-    index, size = component(
-        [context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], range(dist.get_world_size())
-    )
+    among = range(dist.get_world_size()) if pipeline is None else dist.get_process_group_ranks(pipeline.replicas)
+    index, size = component([context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], among)
     model_ranks = ModelRanks(0, index, engine.params, axes, engine.partitions)
     whole = replace(engine, shards=(index, size))
     return replace(

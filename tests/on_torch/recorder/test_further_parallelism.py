@@ -155,14 +155,14 @@ def train(model: Any, directory: str, *, microbatches: int = 1, group: Any = Non
             samples = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
             tokens, targets = samples[:, :-1], samples[:, 1:]
             losses: list[Tensor] = []
+            if group is not None:
+                tokens, targets = (each.chunk(group.size(), 1)[group.rank()] for each in (tokens, targets))
             if schedule is not None:
                 is_last = options["pipeline"].rank() == options["pipeline"].size() - 1
                 arguments = (tokens,) if options["pipeline"].rank() == 0 else ()
                 schedule.step(*arguments, target=targets if is_last else None, losses=losses if is_last else None)
                 loss = torch.stack(losses).detach().mean() if losses else None
             else:
-                if group is not None:
-                    tokens, targets = (each.chunk(group.size(), 1)[group.rank()] for each in (tokens, targets))
                 for x, y in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
                     losses.append(loss_of(model(x), y))
                     (losses[-1] / microbatches).backward()
@@ -325,6 +325,32 @@ def test_context_next_to_tensor_parallelism_names_the_axis(ranks, tmp_path, axis
     assert set(right.activations(0)) == set(one.activations(0))
     found = compare(one, wrong)
     assert found.verdict is Verdict.BUG and f"mesh axis {axis!r}, ranks {others} differ" in found.reason, found
+
+
+def stages_of_parts(rank: int, world_size: int, directory: str, *, damped: bool = False) -> None:
+    """Two stages, each on two ranks that have halves of the sequences."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    stage, group, context = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), mesh["cp"].get_group()
+    part = made(stage, 2, mixes=True)
+    for block in part.blocks.values():
+        block.context = context
+    if damped and stage == 1:
+        part.blocks["2"].register_forward_hook(lambda module, args, output: output * 0.999)
+    one = PipelineStage(part, stage, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(one, SAMPLES, loss_fn=loss_of)
+    train(part, directory, group=context, context=context, pipeline=group, schedule=schedule)
+
+
+def test_stages_of_parts_of_sequences_are_recorded_as_one_device_is(ranks, tmp_path):
+    ranks.run(1, partial(alone, mixes=True, microbatches=SAMPLES), str(tmp_path / "one"))
+    ranks.run(4, stages_of_parts, str(tmp_path / "right"))
+    ranks.run(4, partial(stages_of_parts, damped=True), str(tmp_path / "wrong"))
+    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    assert set(right.activations(0)) == set(one.activations(0)) and right.manifest.mesh.world_size == 1
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.module == "blocks.2"
 
 
 SCRIPT = """
