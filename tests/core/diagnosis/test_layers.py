@@ -319,6 +319,18 @@ def test_each_fault_is_named_as_itself(clean, tmp_path, name):
         assert found.verdict is Verdict.BUG and said == signature, (found.diagnosis, found.reason)
 
 
+def test_gradients_that_one_run_weights_by_samples_are_named(tmp_path):
+    def weighted(rank, own):
+        return [grad * len(UNEVEN.counts) * UNEVEN.counts[rank] / sum(UNEVEN.counts) for grad in own]
+
+    plain = replace(UNEVEN, reduce=plain_mean)
+    a, b = record(tmp_path / "a", replace(plain, local=weighted)), record(tmp_path / "b", plain)
+    found = compare(a, b)
+    assert found.first_divergence is not None and found.first_divergence.phase == "backward"
+    assert found.diagnosis is not None and found.diagnosis.signature == "uneven_weights", found.diagnosis
+    assert "ranks have 4, 2 samples: a averages over samples" in found.diagnosis.evidence
+
+
 def test_a_factor_is_named_after_recorded_microbatches(tmp_path):
     run = Run(microbatches=4)
     pair = record(tmp_path / "right", run), record(tmp_path / "wrong", replace(run, reduce=lambda g, c: 4 * mean(g, c)))

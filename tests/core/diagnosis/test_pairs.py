@@ -492,6 +492,19 @@ def test_R28_replicas_that_never_meet_are_ranks_that_are_missing(clean: Clean, t
         assert "the number of replicas" in found.evidence
 
 
+def test_a_rank_that_gathers_a_slice_of_the_step_before_is_named(clean: Clean, tmp_path: Path) -> None:
+    def stale(step: int, rank: int, name: str, now: np.ndarray, old: dict) -> np.ndarray:
+        if (step, name) != (2, DOWN):
+            return now
+        return np.where(in_own_shard(1, name, np.zeros_like(now), np.ones_like), old[name][-1], now)
+
+    UNDER_TEST["world_size"] = SINGLE["world_size"]
+    wrong = record(tmp_path / "wrong", Faults(gathered=stale), noise=1, **SINGLE)
+    _, found = first_diagnosis(Pair(clean(**SINGLE), wrong), SINGLE["dtype"])
+    assert found is not None and found.signature == "missing_rank", found
+    assert "elements of rank 1 are unchanged by the step in wrong, all others are right" in found.evidence
+
+
 def test_a_factor_that_all_parameters_share_is_said_to_be_shared(clean: Clean, tmp_path: Path) -> None:
     summed = FAULTS["gradients summed"][1]
     (_, found), (_, turned) = both_ways(clean(**SINGLE), tmp_path, summed, **SINGLE)

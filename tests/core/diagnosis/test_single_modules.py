@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule,
 from crossframe.verdict import compare
 from crossframe.verdict.diagnosis.attention_fits import Attention, Projections
 from crossframe.verdict.diagnosis.module_fits import FUNCTIONS
+from crossframe.verdict.diagnosis.module_hypotheses import affine_parameters
 from tests.core.helpers.kept_texts import check_text
 
 TEXTS = Path(__file__).with_name("diagnoses_of_modules.json")
@@ -26,6 +28,27 @@ Values = dict[tuple[str, str], np.ndarray]
 
 def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng((17, seed)).standard_normal(shape)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [(1.0, None)]),
+        ({"norm.scale": 0.5}, [(0.5, None), (1.5, None)]),
+        ({"norm.scale": 0.5, "norm.shift": 3.0}, [(0.5, 3.0), (3.0, 0.5)]),
+        ({"norm.scale": 0.5, "other.scale": 3.0, "scale": 2.0}, [(0.5, None), (1.5, None)]),
+        ({"norm.a": 0.5, "norm.b": 3.0, "norm.c": 2.0}, []),
+    ],
+)
+def test_the_affine_parameters_of_a_norm_are_its_own(params: dict[str, float], expected: list) -> None:
+    made: Any = SimpleNamespace(
+        both=SimpleNamespace(right=np.zeros((2, 4, 4))),
+        module="norm",
+        right=SimpleNamespace(manifest=SimpleNamespace(params=params)),
+        as_used=lambda _, name: np.full(4, params[name]),
+    )
+    found = [(weight[0], None if bias is None else bias[0]) for weight, bias in affine_parameters(made)]
+    assert found == expected
 
 
 def record(folder: Path, params: dict[str, np.ndarray], values: Values, dtype: str = "float64") -> Recording:

@@ -10,6 +10,7 @@ from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.idle import idle_parameters
+from crossframe.recording.sketch import WHOLE
 from crossframe.verdict import Verdict, compare, one_naming
 from crossframe.verdict.one_naming import OneNaming, in_one_naming
 from tests.core.helpers import synthetic
@@ -214,6 +215,21 @@ def test_sketches_of_other_names_are_compared(tmp_path, large):
     found = compare(a, wrong)
     assert found.verdict is Verdict.BUG and found.first_divergence.parameter == "embed"
     assert found.first_divergence.phase == "reduce"
+
+
+def test_sketches_of_activations_of_other_modules_are_compared(tmp_path, large):
+    def wide(factor):
+        return lambda phase, step, rank, name, array: (
+            np.linspace(1, factor, WHOLE + 1) if (phase, name) == ("output", "block") else array
+        )
+
+    a = synthetic.record(tmp_path / "a", replace(large, detail="sketch"), tamper=wide(2))
+    same = in_one_naming(a, sketched(tmp_path, large, tamper=wide(2))).b
+    sketches = [each.activation_sketch(0, 0, 0, "block", "output") for each in (a, same)]
+    assert sketches[0] is not None and sketches[0].equals(sketches[1])
+    (tmp_path / "other").mkdir()
+    where = compare(a, sketched(tmp_path / "other", large, tamper=wide(3))).first_divergence
+    assert where is not None and (where.event, where.module) == ("output", "block")
 
 
 def test_sketches_in_another_order_are_compared_with_elements_alone(tmp_path, large):
