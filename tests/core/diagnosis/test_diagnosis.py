@@ -443,7 +443,10 @@ def test_a_decay_below_the_resolution_is_not_named(stated: float, seed: int) -> 
 
 def test_no_rule_is_changed_that_neither_side_follows() -> None:
     right, wrong = updates(0, changed(decay=0.0))
-    scattered = Update(right.before, right.after + 1e-2 * drawn(9, 80), right.moments, right.roundoff)
+    way, noise = right.way(RULE), 1e-4 * drawn(9, 80)
+    noise -= way * (way @ noise) / (way @ way)  # it fits the stated rate
+    scattered = Update(right.before, right.after + noise, right.moments, right.roundoff)
+    assert best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after))) is not None
     assert update_deviations(scattered, wrong, RULE, None, norm(scattered.after - wrong.after)) == []
 
 
