@@ -1,18 +1,21 @@
-"""The tests of the core on a copy of the repository, run in forks of one process that has imported what they need.
+"""The tests on a copy of the repository, and which functions of the core each of them executes.
 
-The fork of a mutant has a copy of its own with the fault in it, so that processes that tests start have it too.
+That is learned once for each file of tests, in a copy whose functions have probes, and kept. Quick tests, those of tests/core and
+doctests, run in forks of one process that has imported what they need; the others start commands and ranks, and run in processes
+of their own. The fork of a mutant has a copy with the fault in it, so that processes that tests start have it too.
 """
 
 import compileall
+import hashlib
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,39 +28,46 @@ import pytest
 import safetensors.numpy  # noqa: F401
 from hypothesis import strategies  # noqa: F401
 
+from tests.mutate.notes import NOTES
 from tests.mutate.operators import MODULE, Mutant
+from tests.mutate.probes import MODULE_PATH, MODULE_SOURCE, functions_of, with_probes
 
 COPIED = ("crossframe", "docs", "experiments", "tests", "torch_backend", "jax_backend", "pyproject.toml", "README.md")
 # Tests that look at sources, or start a browser.
 LEFT_OUT = ("tests/core/test_imports.py", "tests/core/explorer/test_page.py")
+QUICK = ("tests/core",)
+SLOW = ("tests/across", "tests/on_jax", "tests/on_torch")
+SLOW_SECONDS = 120.0
+"""Of the slow tests that judge one fault, as they take without it: the quickest are taken."""
 MEMORY_BYTES = 6 * 2**30
 # The limit of a test's CPU time: a number of seconds, and a multiple of its time without a fault.
 LEAST_SECONDS, TIMES = 5.0, 5.0
 PYTEST = ["--assert=plain", "-q", "-x", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
+NOTED = ["-p", "tests.mutate.notes"]
 SURVIVED, KILLED = 0, 1
 
 
 @dataclass
 class Item:
-    """A test: how long it takes under the tracer, and the functions of the core that it reaches, as (file, first line)."""
+    """A test: how long it takes with probes, and the functions of the core that it executes, as "path:name"."""
 
     seconds: float
-    reached: set[tuple[str, int]]
+    executed: set[str]
 
 
 @dataclass
 class Suite:
-    """All tests of the core, by node id, in a folder of its own.
+    """The tests in a folder of its own.
 
     Attributes:
         folder: the copy.
-        items: by node id.
-        collecting: functions that importing a test file reaches, by file.
+        items: tests that pass without a fault, by node id.
+        functions: the functions of the copy that has probes, by their numbers.
     """
 
     folder: Path
     items: dict[str, Item] = field(default_factory=dict)
-    collecting: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
+    functions: list[str] = field(default_factory=list)
 
     @classmethod
     def copied(cls, root: Path, folder: Path) -> "Suite":
@@ -83,74 +93,129 @@ class Suite:
             (own / path).write_bytes(edit(source))
         return own
 
-    def files(self) -> list[str]:
-        """Every file with tests in it, doctests of the core among them."""
-        tests = self.folder.glob("tests/core/**/test_*.py")
-        sources = (path for path in self.folder.glob("crossframe/**/*.py") if b">>>" in path.read_bytes())
-        names = [path.relative_to(self.folder).as_posix() for path in (*sorted(tests), *sorted(sources))]
+    def probed(self) -> Path:
+        """A copy whose functions have probes."""
+
+        def edit(path: str) -> Callable[[bytes], bytes]:
+            return lambda source: with_probes(path, source, self.functions)
+
+        paths = [path.relative_to(self.folder).as_posix() for path in sorted(self.folder.glob("crossframe/**/*.py"))]
+        copy = self.copied_with("probed", {path: edit(path) for path in paths})
+        (copy / MODULE_PATH).write_text(MODULE_SOURCE)
+        compileall.compile_dir(copy / "crossframe", quiet=2)
+        return copy
+
+    def files(self, *, quick: bool) -> list[str]:
+        """Every file with tests in it, of those that are quick or of the others."""
+        tests = [
+            path for name in (QUICK if quick else SLOW) for path in sorted((self.folder / name).rglob("test_*.py"))
+        ]
+        if quick:  # doctests
+            tests += sorted(path for path in self.folder.glob("crossframe/**/*.py") if b">>>" in path.read_bytes())
+        names = [path.relative_to(self.folder).as_posix() for path in tests]
         return [name for name in names if name not in LEFT_OUT]
 
-    def learn(self, file: str) -> Callable[[], int]:
-        """Work for a fork: run one file without a fault, and write down what its tests reach and take."""
+    def known(self, file: str, kept: Path) -> bool:
+        """Take in what is kept about a file of tests; False if there is nothing, or the file has changed since."""
+        path = kept / f"{file.replace('/', '-')}.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found.get("sha256") != hashlib.sha256((self.folder / file).read_bytes()).hexdigest():
+            return False
+        for test, (seconds, executed) in found["tests"].items():
+            self.items[test] = Item(seconds, {found["functions"][place] for place in executed})
+        return True
 
-        def work() -> int:
-            _limit_memory()
-            recorder = _Recorder(self.folder)
-            sys.settrace(recorder.trace)
-            threading.settrace(recorder.trace)
-            status = pytest.main([*PYTEST, file], plugins=[recorder])
-            sys.settrace(None)
-            self._notes(file).write_text(json.dumps([recorder.seconds, recorder.reached]))
-            return int(status)
+    def learn(self, kept: Path) -> Callable[[str], Callable[[], int]]:
+        """Work for forks in the copy with probes: run one file without a fault, and keep what its tests execute."""
 
-        return work
+        def work(file: str) -> int:
+            notes = self.folder.with_name(f"{os.getpid()}.jsonl")
+            if is_quick(file):
+                status = _pytest_here(["--maxfail=0", file], notes)
+            else:
+                status = _pytest_apart(Path.cwd(), ["--maxfail=0", file], notes)
+            if status not in (0, 1, 5):  # all passed, some failed, there are none
+                return status
+            lines = _read(notes)
+            shared = {number for line in lines for number in line["shared"]}
+            executed = sorted(shared.union(*(line["own"] for line in lines)))
+            places = {number: place for place, number in enumerate(executed)}
+            fields = {
+                "sha256": hashlib.sha256((self.folder / file).read_bytes()).hexdigest(),
+                "functions": [self.functions[number] for number in executed],
+                "tests": {
+                    line["test"]: [line["seconds"], [places[number] for number in sorted(shared.union(line["own"]))]]
+                    for line in lines
+                    if line["passed"]
+                },
+            }
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / f"{file.replace('/', '-')}.json").write_text(json.dumps(fields))
+            return status
 
-    def _notes(self, file: str) -> Path:
-        return self.folder.with_name(f"{file.replace('/', '-')}.json")
+        return lambda file: lambda: work(file)
 
-    def learned(self, file: str) -> None:
-        """Take in what the fork wrote down."""
-        seconds, reached = json.loads(self._notes(file).read_text())
-        places = {name: {(path, line) for path, line in found} for name, found in reached.items()}
-        self.collecting[file] = places.pop("")
-        for name, taken in seconds.items():
-            self.items[name] = Item(taken, places[name])
-
-    def stages(self, mutant: Mutant) -> list[list[str]]:
-        """Which tests to run, as node ids: those that reach the function, in files named after the module's folders first.
-
-        Tests of the module's own file may reach it in a process that they start, so they run in any case.
-        """
-        first, others = [], []
-        for name, item in self.items.items():
-            file = name.partition("::")[0]
-            reaches = _reaches(mutant, item.reached) or _reaches(mutant, self.collecting[file])
-            *folders, own = _words(mutant.path)
-            if (
-                own in _named(file)
-                or file == mutant.path
-                or (reaches and any(each in _named(file) for each in folders))
-            ):
-                first.append((not reaches, item.seconds, name))
-            elif reaches:
-                others.append((False, item.seconds, name))
-        return [[name for _, _, name in sorted(stage)] for stage in (first, others) if stage]
+    def executing(self, mutant: Mutant, *, quick: bool) -> list[str]:
+        """The tests that execute a fault's function, or any of its module if it is in none, quickest first."""
+        functions = list(functions_of((self.folder / mutant.path).read_bytes()))
+        wanted = {f"{mutant.path}:{name}" for name, _, line in functions if mutant.function in (MODULE, line)}
+        if not functions:
+            wanted = {f"{mutant.path}:"}
+        found = [name for name, item in self.items.items() if is_quick(name) == quick and wanted & item.executed]
+        return sorted(found, key=lambda name: self.items[name].seconds)
 
     def judge(self, mutant: Mutant) -> Callable[[], int]:
-        """Work for a fork: SURVIVED or KILLED."""
+        """Work for a fork: SURVIVED or KILLED, by quick tests. Those named after the module's folders come first."""
 
         def work() -> int:
-            _limit_memory()
+            words = _words(mutant.path)
+            tests = self.executing(mutant, quick=True)
+            named = [name for name in tests if any(word in _named(name.partition("::")[0]) for word in words)]
             with self.with_fault(mutant):
-                for stage in self.stages(mutant):
+                for stage in (named, [name for name in tests if name not in named]):
                     files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
                     limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
                     _limit(60.0)  # while tests are collected
-                    if pytest.main([*PYTEST, *files], plugins=[_Chosen(limits)]) != pytest.ExitCode.OK:
+                    if stage and _pytest_here(files, plugins=[_Chosen(limits)]) != pytest.ExitCode.OK:
                         return KILLED
             return SURVIVED
 
         return work
+
+    def judge_slowly(self, mutant: Mutant) -> Callable[[], int]:
+        """Work for a fork: SURVIVED or KILLED, by the other tests; it prints how many ran, and which one failed."""
+
+        def work() -> int:
+            tests, chosen, seconds = self.executing(mutant, quick=False), [], 0.0
+            for test in tests:
+                if chosen and seconds + self.items[test].seconds > SLOW_SECONDS:
+                    break
+                chosen.append(test)
+                seconds += self.items[test].seconds
+            print(f"{len(chosen)} of {len(tests)} other tests that execute its function were run")
+            if not chosen:
+                return SURVIVED
+            with self.with_fault(mutant):
+                failed = self._failed(Path.cwd(), chosen)
+            if not failed or self._failed(self.folder, failed):
+                return SURVIVED
+            print(f"seen by {failed[0]}")
+            return KILLED
+
+        return work
+
+    def _failed(self, folder: Path, tests: Sequence[str]) -> list[str]:
+        """The first of these tests that fails, if any does."""
+        notes = self.folder.with_name(f"{os.getpid()}-in-{folder.name}.jsonl")
+        try:
+            limit = 60 + TIMES * sum(self.items[test].seconds for test in tests)
+            status = _pytest_apart(folder, tests, notes, timeout=limit, stdout=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            os.killpg(0, signal.SIGPROF)
+            raise
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            print(f"pytest ended with status {status}")
+        return [line["test"] for line in _read(notes) if not line["passed"]]
 
     @contextmanager
     def with_fault(self, mutant: Mutant) -> Iterator[None]:
@@ -164,11 +229,33 @@ class Suite:
             shutil.rmtree(own, ignore_errors=True)
 
 
-def _reaches(mutant: Mutant, places: set[tuple[str, int]]) -> bool:
-    """Whether functions that ran have a fault, or are of the module that has it outside of functions."""
-    if mutant.function == MODULE:
-        return any(path == mutant.path for path, _ in places)
-    return (mutant.path, mutant.function) in places
+def is_quick(test: str) -> bool:
+    """Whether a test, or a file of them, is a quick one.
+
+    >>> is_quick("tests/core/step/test_cost.py::test_a"), is_quick("tests/across/commands/test_cli.py")
+    (True, False)
+    """
+    return test.startswith((*QUICK, "crossframe"))
+
+
+def _pytest_here(arguments: Sequence[str], notes: Path | None = None, plugins: Sequence[object] = ()) -> int:
+    """Run pytest in this process, a fork; its exit status."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    if notes is not None:
+        os.environ[NOTES] = str(notes)
+        arguments = [*NOTED, *arguments]
+    return int(pytest.main([*PYTEST, *arguments], plugins=[*plugins]))
+
+
+def _pytest_apart(folder: Path, arguments: Sequence[str], notes: Path, **options: Any) -> int:
+    """Run pytest in a process of its own, in a copy of the repository; its exit status."""
+    environment = {**os.environ, NOTES: str(notes), "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-m", "pytest", *PYTEST, *NOTED, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, **options).returncode
+
+
+def _read(notes: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
 
 def _words(path: str) -> list[str]:
@@ -222,10 +309,6 @@ def log_of(folder: Path, pid: int) -> Path:
     return folder.with_name(f"{pid}.log")
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-
-
 def _limit(seconds: float) -> None:
     """End this process when it has used so much more of the processor."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -245,32 +328,3 @@ class _Chosen:
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         _limit(self.limits[item.nodeid])
-
-
-class _Recorder:
-    """What each test takes, and which functions of the core run in it; "" stands for collection."""
-
-    def __init__(self, folder: Path) -> None:
-        self.prefix, self.root = f"{folder}/crossframe/", f"{folder}/"
-        self.seconds: dict[str, float] = {}
-        self.places: dict[str, set[tuple[str, int]]] = {"": set()}
-        self.now = self.places[""]
-
-    @property
-    def reached(self) -> dict[str, list[tuple[str, int]]]:
-        return {
-            name: [(path.removeprefix(self.root), line) for path, line in places if path.startswith(self.prefix)]
-            for name, places in self.places.items()
-        }
-
-    def trace(self, frame: Any, event: str, argument: Any) -> None:
-        self.now.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self.now = self.places[item.nodeid] = set()
-        before = sum(os.times()[:2])
-        try:
-            return (yield)
-        finally:
-            self.seconds[item.nodeid] = sum(os.times()[:2]) - before

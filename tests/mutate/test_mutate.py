@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.mutate.operators import MODULE, mutants_of
-from tests.mutate.slower import FOLDERS, with_probes
-from tests.mutate.suite import COPIED
+from tests.mutate.probes import with_probes
+from tests.mutate.suite import COPIED, QUICK, SLOW
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,11 +93,13 @@ def test_probes_of_the_core_compile():
 
 @pytest.mark.exhaustive
 def test_a_seen_fault_is_told_from_an_unseen_one_and_from_one_that_never_ends(tmp_path):
-    for folder in (*(name for name in COPIED if "." not in name), *FOLDERS, "tests/mutate"):
+    for folder in (*(name for name in COPIED if "." not in name), *QUICK, *SLOW, "tests/mutate"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "tests/mutate/notes.py").write_text((ROOT / "tests/mutate/notes.py").read_text())
+    for name in ("notes.py", "probes.py"):
+        (tmp_path / "tests/mutate" / name).write_text((ROOT / "tests/mutate" / name).read_text())
     (tmp_path / "README.md").touch()
+    (tmp_path / "crossframe/pytest_plugin.py").touch()
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--doctest-modules'\n")
     (tmp_path / "crossframe/parts.py").write_text(
         'def f(a):\n    """\n    >>> f(2)\n    True\n    """\n    while a:\n        a -= 1\n    return a == 0\n'
@@ -152,3 +154,6 @@ def test_functions_note_that_they_run():
     assert executed(lambda: names["f"](3)())[1] == ["x.py:f", "x.py:g", "x.py:f.inner"]
     assert executed(lambda: names["C"]().h) == (1, ["x.py:C.h"])
     assert executed(names["i"]) == (None, ["x.py:i"])
+    hits.clear()
+    exec(with_probes("y.py", b"A = 1", functions), names)
+    assert [functions[number] for number in hits] == ["y.py:"]
