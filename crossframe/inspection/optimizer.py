@@ -16,7 +16,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import REDUCE, STATE, UNSHARDED, UPDATE, before_step
 from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import best, factor_between
+from crossframe.verdict.diagnosis.fit import best, factor_between, factor_roundoff
 from crossframe.verdict.diagnosis.moment_deviations import Moment, moment_deviations
 from crossframe.verdict.diagnosis.optimizer_hypotheses import average_of, moment_of, update_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD
@@ -216,7 +216,8 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
         return _Checked(case.name, 1.0, error)
     factor = factor_between(seen.gradient, seen.went_in(average))
     scaled = factor * seen.gradient
-    if not stated.coupled and seen.residual(average, gradient=scaled) <= seen.error(average, gradient=scaled):
+    scaled_error = seen.error(average, gradient=scaled) + average.gain * factor_roundoff(scaled)
+    if not stated.coupled and seen.residual(average, gradient=scaled) <= scaled_error:
         root = float(np.sqrt(factor)) if squared and factor > 0 else factor
         return _Checked(case.name, root, error / factor if factor else error)
     ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)

@@ -129,6 +129,14 @@ def sum_roundoff(terms: int, roundoff: float) -> float:
     return terms * min(roundoff, unit_roundoff("float32")) + 2 * roundoff
 
 
+def factor_roundoff(values: np.ndarray) -> float:
+    """The bound, in norm, on the rounding of values = c * x, where `factor_between` fits c in float64.
+
+    It exceeds the rounding of the recorded values only if they are in float64 as well.
+    """
+    return sum_roundoff(values.size, unit_roundoff("float64")) * norm(values)
+
+
 def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
     """Whether all elements are equal up to rounding, such as zeros or initial weights of a norm, so that equal values show
     nothing.

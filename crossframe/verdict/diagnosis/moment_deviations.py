@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between
+from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, factor_roundoff
 from crossframe.verdict.diagnosis.optimizer_rules import Average
 from crossframe.verdict.diagnosis.update_deviations import FEW, TINY
 from crossframe.verdict.measure.metrics import distance, norm
@@ -105,7 +105,7 @@ def moment_deviations(
     _offer_factor(offer, wrong, stated, error, squared)
     if not squared:
         _offer_decay(offer, wrong, stated, error, decay)
-    _offer_keep(offer, wrong, stated, error)
+    _offer_keep(offer, wrong, stated)
     return fits
 
 
@@ -121,7 +121,7 @@ def _offer_factor(offer: Offer, wrong: Moment, stated: Average, error: float, sq
         "constant_factor",
         text,
         wrong.residual(stated, gradient=predicted),
-        wrong.error(stated, gradient=predicted),
+        wrong.error(stated, gradient=predicted) + stated.gain * factor_roundoff(predicted),
         claim,
     )
 
@@ -136,11 +136,11 @@ def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, dec
     added = f"includes {total:.4g} times the parameter" if total else "does not include the parameter"
     text = f"the gradient in the moment {added}, while {decay:.4g} times is stated"
     predicted = wrong.gradient + more * wrong.before
-    error = wrong.error(stated, gradient=predicted)
+    error = wrong.error(stated, gradient=predicted) + stated.gain * factor_roundoff(more * wrong.before)
     offer("weight_decay", text, wrong.residual(stated, gradient=predicted), error, Claim("decay", total, uncertainty))
 
 
-def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> None:
+def _offer_keep(offer: Offer, wrong: Moment, stated: Average) -> None:
     """Another beta: new - g = beta (old - g), or new - g = beta old for a buffer with a gain of 1."""
     behind = wrong.gradient if stated.gain != 1.0 else np.zeros_like(wrong.gradient)
     gap = wrong.old - behind
@@ -148,5 +148,6 @@ def _offer_keep(offer: Offer, wrong: Moment, stated: Average, error: float) -> N
         return  # only the gradient can differ then
     keep = factor_between(gap, wrong.new - wrong.gradient)
     changed = Average(keep, 1 - keep if stated.gain != 1.0 else 1.0)
+    error = wrong.error(changed) + factor_roundoff(keep * gap)
     text = f"its decay rate is {keep:.6g}, while {stated.keep:.6g} is stated"
     offer("constant_factor", text, wrong.residual(changed), error, Claim("keep", keep, error / max(norm(gap), TINY)))

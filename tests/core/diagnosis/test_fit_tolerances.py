@@ -53,7 +53,7 @@ from crossframe.verdict.diagnosis.update_deviations import (
     update_deviations,
 )
 from crossframe.verdict.measure.metrics import norm
-from tests.core.helpers.kept_texts import NUMBER, check_text
+from tests.core.helpers.kept_texts import NOISE, NUMBER, check_text
 
 TEXTS = Path(__file__).with_name("fit_tolerances.json")
 SINGLE, DOUBLE = unit_roundoff("float32"), unit_roundoff("float64")
@@ -63,16 +63,18 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def described(found: Any) -> str:
-    """A result with its numbers to four digits."""
+def described(found: Any, size: float = 1.0) -> str:
+    """A result with its numbers to four digits; 0 for those that are rounding in float64 of values with the norm `size`."""
     if is_dataclass(found) and not isinstance(found, type):
-        inside = [f"{each.name} {described(getattr(found, each.name))}" for each in fields(found)]
+        inside = [f"{each.name} {described(getattr(found, each.name), size)}" for each in fields(found)]
         return f"{type(found).__name__}({', '.join(inside)})"
     if isinstance(found, np.ndarray):
         return f"array of {list(found.shape)} with norm {norm(found.astype(float)):.4g}"
     if isinstance(found, list | tuple):
-        return f"[{', '.join(map(described, found))}]"
-    return f"{found:.4g}" if isinstance(found, float) else str(found)
+        return f"[{', '.join(described(each, size) for each in found)}]"
+    if isinstance(found, float):
+        return f"{found:.4g}" if abs(found) >= NOISE * size else "0"
+    return str(found)
 
 
 @dataclass
@@ -116,7 +118,7 @@ def edge(holds: Callable[[float], bool], low: float, high: float) -> float:
 def report(fault: Fault) -> str:
     """What is found, the largest noise with which it still is, and the smallest limit that excuses noise of a thousandth."""
     words = fault.words()
-    text = described(fault.found())
+    text = described(fault.found(), max(norm(fault.wrong.astype(float)), 1.0))
     if text == "None" or not fault.searched:
         return text
     noise = edge(lambda size: fault.words(noise=size) == words, 1e-14, 4.0)
@@ -549,6 +551,19 @@ FAULTS: dict[str, Callable[[], Fault]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fit_accepts_as_much_noise_as_before(name: str) -> None:
     check_text(TEXTS, report(FAULTS[name]()))
+
+
+def test_another_decay_rate_is_accepted_up_to_its_own_rounding() -> None:
+    half, gradient = Average(0.5, 0.5), 4 * GRADIENT
+    own, stated = (average.error(OLD, gradient, SINGLE) for average in (half, FIRST))
+    gap, noise = OLD - gradient, drawn(108, 60)
+    noise -= (noise @ gap) / (gap @ gap) * gap
+    noise *= 0.95 * own / norm(noise)
+    assert norm(noise) > stated
+    news = FIRST.new(OLD, gradient), half.new(OLD, gradient) + noise
+    right, wrong = (Moment(OLD, new, gradient, P[:60], SINGLE) for new in news)
+    fit = best(moment_deviations(right, wrong, FIRST, [], 1.0))
+    assert fit and fit.evidence == "its decay rate is 0.5, while 0.9 is stated"
 
 
 NAMES = {

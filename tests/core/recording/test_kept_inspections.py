@@ -55,7 +55,7 @@ TRAINED: dict[str, tuple[dict[str, Any], Faults]] = {
     "another epsilon": ({}, Faults(adam_epsilon=1e-4)),
     "no correction": ({}, Faults(corrected=lambda t: (None, None))),
     "count lost": ({}, Faults(counted=lambda t: t - 1 if t > 2 else t)),
-    "another beta": ({}, Faults(beta1=0.5)),
+    "another beta": ({}, Faults(beta1=0.8)),
     "another second beta": ({}, Faults(beta2=0.99)),
     "moments lost": (
         {},

@@ -22,14 +22,17 @@ def kept_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 def told(found: PairVerdict) -> str:
-    """The verdict and its reason, where runs part, and sums over all quantities."""
-    limited = [each for each in found.judged if each.used is not None]
+    """The verdict and its reason, where runs part, and sums over the quantities beyond their bounds.
+
+    Within bounds a difference is rounding, whose size depends on the machine's instructions.
+    """
+    beyond = [each for each in found.judged if each.beyond]
     lines = [
         f"{found.verdict.value}: {found.reason}",
-        f"{found.steps} steps, {len(found.judged)} quantities, {sum(each.beyond for each in found.judged)} beyond, "
-        f"{sum(each.equal for each in found.judged)} equal, {len(limited)} with a bound",
-        f"differences {sum(min(each.difference, 1e9) for each in found.judged):.3g}, "
-        f"shares of bounds {sum(min(each.used or 0.0, 1e9) for each in limited):.3g}",
+        f"{found.steps} steps, {len(found.judged)} quantities, {len(beyond)} beyond, "
+        f"{sum(each.equal for each in found.judged)} equal, {sum(each.used is not None for each in found.judged)} with a bound",
+        f"differences {sum(min(each.difference, 1e9) for each in beyond):.3g}, "
+        f"multiples of bounds {sum(min(each.used or 0.0, 1e9) for each in beyond):.3g}",
     ]
     for what, number in (
         ("losses", found.max_relative_loss_difference),
