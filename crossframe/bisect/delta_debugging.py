@@ -23,7 +23,7 @@ class Outcome(Enum):
     UNRESOLVED = "unresolved"
 
 
-def causes(num: int, test: Callable[[Changes], Outcome]) -> tuple[Changes, ...]:
+def find_causes(num: int, test: Callable[[Changes], Outcome]) -> tuple[Changes, ...]:
     """Minimal sets of changes that make a run diverge, each found without the changes of those before it.
 
     A set is 1-minimal: without any one of its changes, the run does not diverge. A set of two changes is an interaction.
@@ -32,7 +32,7 @@ def causes(num: int, test: Callable[[Changes], Outcome]) -> tuple[Changes, ...]:
         num: number of changes. With all of them, the run is known to diverge.
         test: runs with these changes and without the others. It is not called twice with the same ones.
 
-    >>> causes(4, lambda changes: Outcome.DIVERGES if 2 in changes or {0, 3} <= {*changes} else Outcome.AGREES)
+    >>> find_causes(4, lambda changes: Outcome.DIVERGES if 2 in changes or {0, 3} <= {*changes} else Outcome.AGREES)
     ((2,), (0, 3))
     """
     every = tuple(range(num))

@@ -30,10 +30,10 @@ class Grouping(Generic[V]):
         return [(a, b) for i, a in enumerate(firsts) for b in firsts[i + 1 :]]
 
 
-def grouped(runs: Sequence[T], compare: Callable[[T, T], V], agrees: Callable[[V], bool]) -> Grouping[V]:
+def group_by_agreement(runs: Sequence[T], compare: Callable[[T, T], V], agrees: Callable[[V], bool]) -> Grouping[V]:
     """Put each run into the first group whose representative it agrees with, or into a new one.
 
-    >>> found = grouped([0.0, 0.6, 1.2, 5.0], lambda x, y: abs(x - y), lambda difference: difference < 1)
+    >>> found = group_by_agreement([0.0, 0.6, 1.2, 5.0], lambda x, y: abs(x - y), lambda difference: difference < 1)
     >>> found.groups, found.ambiguous
     (((0, 1), (2,), (3,)), ((1, (0, 2)),))
     """

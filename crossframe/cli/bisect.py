@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from crossframe.bisect import Outcome, causes
+from crossframe.bisect import Outcome, find_causes
 from crossframe.check import check_recordings
 from crossframe.cli.bisect_settings import SettingsOfTwo
 from crossframe.cli.exit_status import AGREE, FOUND, UNSETTLED, exit_status
@@ -296,7 +296,7 @@ class _SettingsSearch:
         if self._outcome(said, every) is not Outcome.DIVERGES:
             self.console.print("the verdict is undecided; measure rounding with --perturbed-runs 4")
             return UNSETTLED
-        found = causes(len(switched), self._test)
+        found = find_causes(len(switched), self._test)
         self.console.print(
             f"{len(switched)} settings differ; {self.runs.num_runs} runs, {self.runs.num_kept} reused, "
             f"{len(self._unresolved)} undecided; in {self.runs.folder}"

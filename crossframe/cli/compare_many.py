@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from crossframe.bisect import Grouping, grouped
+from crossframe.bisect import Grouping, group_by_agreement
 from crossframe.cli.exit_status import AGREE, exit_status
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
@@ -28,7 +28,7 @@ def compare_many(
     """
     opened = [Recording.open(path) for path in paths]
     runs = opened if steps is None else [recording.first(steps) for recording in opened]
-    found = grouped(
+    found = group_by_agreement(
         runs, lambda a, b: compare(a, b, param_map=param_map, bitwise=False), lambda said: said.verdict.agrees
     )
     names = [str(path) for path in paths]

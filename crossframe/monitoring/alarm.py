@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-QUIET_STEPS = 64
-"""An alarm that ended is raised again only after this many steps: those that the rule of losses compares with."""
+from crossframe.monitoring.losses import MAX_EARLIER_LOSSES
+
+QUIET_STEPS = MAX_EARLIER_LOSSES
+"""An alarm that ended is raised again only after this many steps: then no loss of its time is compared with any more."""
 
 
 class Kind(StrEnum):
@@ -48,7 +50,7 @@ class Alarm:
         return {"kind": self.kind.value, "step": self.step, "subject": self.subject, "text": self.text}
 
 
-class Ongoing:
+class AlarmFilter:
     """Tells new alarms from those that go on."""
 
     def __init__(self) -> None:

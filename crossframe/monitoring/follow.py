@@ -13,7 +13,7 @@ from crossframe.inspection.agreement import disagreements_at
 from crossframe.inspection.not_finite import first_not_finite
 from crossframe.inspection.optimizer import optimizer_deviations_at
 from crossframe.inspection.values import Value, values_of
-from crossframe.monitoring.alarm import Alarm, Kind, Ongoing
+from crossframe.monitoring.alarm import Alarm, AlarmFilter, Kind
 from crossframe.monitoring.baseline import BaselineRule
 from crossframe.monitoring.gradients import GradientRule
 from crossframe.monitoring.losses import LossRule
@@ -69,7 +69,7 @@ class Follower:
         self._live = LiveRecording(directory)
         manifest = self._live.manifest
         self._baseline = baseline
-        self._ongoing, self._losses_rule, self._updates = Ongoing(), LossRule(), UpdateRule()
+        self._alarm_filter, self._losses_rule, self._updates = AlarmFilter(), LossRule(), UpdateRule()
         self._gradients = GradientRule(_epsilon(manifest))
         self._trains = not manifest.settings.get(FORWARD_ONLY)
         self._known: set[str] = set()
@@ -128,7 +128,7 @@ class Follower:
         recorded = recording.is_recorded(step)
         if found:  # other rules would find its effects
             self.last = numbers if recorded else self.last
-            return self._ongoing.new(step, (Kind.NOT_FINITE,), found), numbers
+            return self._alarm_filter.new(step, (Kind.NOT_FINITE,), found), numbers
         found += self._ranks(recording, step)
         if self._trains and (text := self._losses_rule.add(numbers.loss)):
             found.append(Alarm(Kind.LOSS, step, "", f"step {step}: {text}"))
@@ -136,7 +136,7 @@ class Follower:
             self.last = numbers
             found += self._gradient(recording, step, numbers)
             found += self._optimizer(recording, step)
-        return self._ongoing.new(step, _RECORDED_STEP if recorded else _EVERY_STEP, found), numbers
+        return self._alarm_filter.new(step, _RECORDED_STEP if recorded else _EVERY_STEP, found), numbers
 
     def _not_finite(self, recording: Recording, step: int, values: list[Value]) -> Iterable[Alarm]:
         found, harmless = first_not_finite(recording, {step: values})

@@ -1,13 +1,13 @@
 """Finds units whose gradient vanishes or explodes, from the reduced gradients of recorded steps.
 
-- *Explodes*: the norm is `EXPLOSION` times the largest of all earlier recorded steps, of which there are at least `LEAST`. In a
-  healthy run gradients have spikes of about ten times their usual norm; the factor is ten times that.
+- *Explodes*: the norm is `EXPLOSION` times the largest of all earlier recorded steps, of which there are at least
+  `MIN_PAST_STEPS`. In a healthy run gradients have spikes of about ten times their usual norm; the factor is ten times that.
 - *Vanishes*: at two recorded steps in a row, the gradient is zero although it was not before; or its share of the norm of all
-  gradients is `VANISHING` of its median share in the past, and its norm less than `FALLEN` of its median. The share, because all
-  gradients vanish together where a loss reaches its minimum; the norm, because a share falls where another unit explodes. Two
-  steps, because a unit may be unused in one.
+  gradients is `VANISHING` of its median share in the past, and its norm less than `FALLEN_NORM` of its median. The share, because
+  all gradients vanish together where a loss reaches its minimum; the norm, because a share falls where another unit explodes.
+  Two steps, because a unit may be unused in one.
 - *Vanishes* under Adam: at two recorded steps in a row, the root mean square of its elements is below the optimizer's epsilon,
-  which then reduces the step of an average element to less than half, while that of another unit is `FAR_ABOVE` times epsilon.
+  which then reduces the step of an average element to less than half, while that of another unit is `MUCH_LARGER` times epsilon.
 
 A unit without gradient, such as one that was frozen, has not vanished.
 """
@@ -20,9 +20,9 @@ from statistics import median
 
 EXPLOSION = 100.0
 VANISHING = 1e-3
-FALLEN = 0.1
-FAR_ABOVE = 1e3
-LEAST = 5
+FALLEN_NORM = 0.1
+MUCH_LARGER = 1e3
+MIN_PAST_STEPS = 5
 _REMEMBERED = 64
 
 
@@ -61,7 +61,7 @@ class GradientRule:
         sizes = {unit: norm / math.sqrt(max(numel, 1)) for unit, (norm, numel) in units.items()}
         for unit, (norm, _) in units.items():
             past = self._past.setdefault(unit, _Past())
-            if past.num >= LEAST and norm >= EXPLOSION * past.largest > 0:
+            if past.num >= MIN_PAST_STEPS and norm >= EXPLOSION * past.largest > 0:
                 found[unit] = (
                     f"explodes: its norm is {norm:.3g}, {norm / past.largest:.3g} times the largest of {past.num} earlier steps"
                 )
@@ -79,10 +79,10 @@ class GradientRule:
     def _vanishes(self, past: _Past, norm: float, share: float, size: float, largest: float) -> str:
         if not size:
             return "vanishes: it is exactly zero" if past.num else ""
-        usual = median(past.shares) if len(past.shares) >= LEAST else 0.0
-        if share < VANISHING * usual and norm < FALLEN * median(past.norms):
+        usual = median(past.shares) if len(past.shares) >= MIN_PAST_STEPS else 0.0
+        if share < VANISHING * usual and norm < FALLEN_NORM * median(past.norms):
             return f"vanishes: it is {share:.2g} of the norm of all gradients, and usually {usual:.2g}"
-        if self._epsilon and size < self._epsilon and largest > FAR_ABOVE * self._epsilon:
+        if self._epsilon and size < self._epsilon and largest > MUCH_LARGER * self._epsilon:
             return (
                 f"vanishes: the root mean square of its elements is {size:.2g}, less than the optimizer's epsilon of "
                 f"{self._epsilon:g}, and {largest:.2g} in another unit"

@@ -6,10 +6,10 @@ which this is at most `RATE`. A falling loss makes it less likely. A spike of fe
 least 6. Two more conditions exclude what is significant but does not matter:
 
 - The last losses are at least twice as far above the median of the others as the largest of these: a drift is no jump.
-- They undo at least `LEAST_SHARE` of what training has gained since its start.
+- They undo at least `MIN_LOST_SHARE` of what training has gained since its start.
 
-The k others are the losses before the last m, at most `MOST`, or the first ones of the run: a loss that stays above the level of
-the untrained model has diverged, however slowly.
+The k others are the losses before the last m, at most `MAX_EARLIER_LOSSES`, or the first ones of the run: a loss that stays above
+the level of the untrained model has diverged, however slowly.
 """
 
 import math
@@ -21,11 +21,11 @@ import numpy as np
 
 RATE = 1e-8
 """The probability of an alarm per step: 1e-3 in a run of 100,000 steps."""
-MOST = 64
+MAX_EARLIER_LOSSES = 64
 """Number of earlier losses that a jump is compared with."""
-LEAST_SHARE = 0.05
+MIN_LOST_SHARE = 0.05
 """A choice: a jump of less is left to whoever reads the curve."""
-FARTHER = 2.0
+MIN_JUMP = 2.0
 
 
 @cache
@@ -41,7 +41,7 @@ def num_recent(num_earlier: int) -> int:
     return count
 
 
-FIRST = 15
+NUM_FIRST_LOSSES = 15
 """The number of losses that state the level at the start: the smallest that as many others can exceed significantly."""
 
 
@@ -49,9 +49,9 @@ class LossRule:
     """Judges a series of losses, one at a time."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=MOST + num_recent(MOST))
+        self._losses: deque[float] = deque(maxlen=MAX_EARLIER_LOSSES + num_recent(MAX_EARLIER_LOSSES))
         self._first: list[float] = []
-        self._level: deque[float] = deque(maxlen=num_recent(FIRST))
+        self._level: deque[float] = deque(maxlen=num_recent(NUM_FIRST_LOSSES))
         self._lowest = math.inf
 
     def add(self, loss: float) -> str:
@@ -61,24 +61,26 @@ class LossRule:
             self._level.clear()
             return ""
         self._losses.append(loss)
-        if len(self._first) < FIRST:
+        if len(self._first) < NUM_FIRST_LOSSES:
             self._first.append(loss)
         else:
             self._level.append(loss)
-        if len(self._level) == num_recent(FIRST):
+        if len(self._level) == num_recent(NUM_FIRST_LOSSES):
             self._lowest = min(self._lowest, float(np.median(self._level)))
         return self._jump() or self._above_start()
 
     def _jump(self) -> str:
         num = len(self._losses)
-        earlier = next((k for k in range(min(MOST, num), FIRST - 1, -1) if k + num_recent(k) <= num), 0)
+        earlier = next(
+            (k for k in range(min(MAX_EARLIER_LOSSES, num), NUM_FIRST_LOSSES - 1, -1) if k + num_recent(k) <= num), 0
+        )
         if not earlier:
             return ""
         losses = list(self._losses)
         recent = num_recent(earlier)
         before, last = losses[-recent - earlier : -recent], losses[-recent:]
         lost = min(last) - float(np.median(before))
-        if not _is_above(last, before) or lost < LEAST_SHARE * self._gained():
+        if not _is_above(last, before) or lost < MIN_LOST_SHARE * self._gained():
             return ""
         return (
             f"the loss jumped: the last {recent} values, {min(last):.4g} or more, all exceed the {earlier} before them, which "
@@ -86,7 +88,7 @@ class LossRule:
         )
 
     def _above_start(self) -> str:
-        if len(self._level) < num_recent(FIRST) or not _is_above(self._level, self._first):
+        if len(self._level) < num_recent(NUM_FIRST_LOSSES) or not _is_above(self._level, self._first):
             return ""
         return (
             f"the loss has diverged: the last {len(self._level)} values, {min(self._level):.4g} or more, all exceed the first "
@@ -100,4 +102,4 @@ class LossRule:
 
 def _is_above(last: Iterable[float], before: list[float]) -> bool:
     lowest, highest, middle = min(last), max(before), float(np.median(before))
-    return lowest > highest and lowest - middle >= FARTHER * (highest - middle)
+    return lowest > highest and lowest - middle >= MIN_JUMP * (highest - middle)

@@ -9,7 +9,7 @@ from crossframe.errors import UsageError
 from crossframe.monitoring.alarm import Alarm, Kind
 from crossframe.monitoring.baseline import BaselineRule
 from crossframe.monitoring.follow import Follower
-from crossframe.monitoring.scalars import writing_to
+from crossframe.monitoring.scalars import scalar_writer
 
 logger = logging.getLogger("crossframe.monitor")
 
@@ -62,7 +62,7 @@ class Monitor:
             raise UsageError("Monitor: on_alarm and checkpoint: expected functions")
         self._baseline = None if baseline is None else BaselineRule(baseline)
         self.every, self.window, self._checkpoint = every, window, checkpoint
-        self._write = None if writer is None else writing_to(writer)
+        self._write = None if writer is None else scalar_writer(writer)
         self._follower: Follower | None = None
         self._kinds: set[Kind] = set()
         self._failed = False
@@ -100,7 +100,7 @@ class Monitor:
         self.alarms += alarms
         return is_new
 
-    def keep_checkpoint(self, num_steps: int) -> None:
+    def save_checkpoint(self, num_steps: int) -> None:
         """Keep a checkpoint, if the user told how. Called by the Recorder on all ranks."""
         if self._checkpoint is not None:
             self._checkpoint(num_steps)

@@ -13,7 +13,7 @@ Write = Callable[[StepScalars, int], None]
 """Writes the numbers of a step, and the number of alarms so far."""
 
 
-def writing_to(writer: Any) -> Write:
+def scalar_writer(writer: Any) -> Write:
     """A function that writes to a `SummaryWriter` of TensorBoard or tensorboardX, or to a run of W&B.
 
     W&B numbers its rows by itself, so each has the step as `crossframe/step`, which is made the axis of the others.

@@ -10,7 +10,7 @@ from jax_backend.engine._gather import Source, gather
 from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import rank_partition
 from jax_backend.mesh._shard_map import mapped
-from jax_backend.mesh._vmap import vmapped
+from jax_backend.mesh._vmap import vmap_over_mesh
 from jax_backend.programs._late_gathers import gather_late
 from jax_backend.ranks._collectives import rank_index, sum_over_ranks
 from jax_backend.shards._bucket import Bucket
@@ -55,7 +55,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
     by_rank, shards_at = rank_partition(step.mesh), tree.partitions
     # With check_vma=True JAX would sum cotangents of values that are equal on all ranks by itself, in its own dtype and place.
     # Here the gather's backward does all reductions.
-    run = (mapped if step.reduction.placed_on is None else vmapped)(
+    run = (mapped if step.reduction.placed_on is None else vmap_over_mesh)(
         on_rank,
         step.mesh,
         (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), P(), by_rank),

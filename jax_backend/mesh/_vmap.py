@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def vmapped(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """`fn` mapped over the ranks of a mesh: `jax.shard_map` with these arguments, by vmap."""
     run = fn
     for axis in reversed(mesh.axis_names):

@@ -12,7 +12,7 @@ import optax
 
 from crossframe.errors import UnsupportedError
 
-ELEMENTWISE = frozenset(
+LAYOUT_INDEPENDENT = frozenset(
     {
         "add_decayed_weights",
         "clip",
@@ -70,7 +70,7 @@ def check_elementwise(tx: optax.GradientTransformation, kind: str) -> None:
         kind: the layout, for the message.
     """
     for name in parts_of(tx.update):
-        if name not in ELEMENTWISE:
+        if name not in LAYOUT_INDEPENDENT:
             does = BY_LEAF.get(name, "it is not known to treat elements one by one")
             raise UnsupportedError(
                 f"sharded_optimizer: {name} cannot update shards of layout {kind!r}, where a leaf is a whole unit in one line: "

@@ -362,7 +362,7 @@ class Recorder:
         if any(gather_values(monitor.judge())):
             if monitor.window:
                 self.open_window(monitor.window)
-            monitor.keep_checkpoint(self._step)
+            monitor.save_checkpoint(self._step)
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same step, recorded at each call.

@@ -368,7 +368,7 @@ class Recorder(Listener):
         if raised:
             if monitor.window:
                 self.open_window(monitor.window)
-            monitor.keep_checkpoint(self.current_step)
+            monitor.save_checkpoint(self.current_step)
 
     # Called by hooks
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossframe.bisect import Outcome, causes, grouped
+from crossframe.bisect import Outcome, find_causes, group_by_agreement
 
 SETS = st.sets(st.integers(0, 8), min_size=1, max_size=3).map(frozenset)
 
@@ -19,7 +19,7 @@ def test_causes_are_minimal_and_disjoint_and_leave_nothing_that_diverges(true_ca
         tested.append(changes)
         return Outcome.DIVERGES if diverges(changes) else Outcome.AGREES
 
-    found = causes(9, test)
+    found = find_causes(9, test)
     assert {frozenset(cause) for cause in found} <= {*true_causes}
     assert not diverges([each for each in range(9) if all(each not in cause for cause in found)])
     assert len(tested) == len({*tested})
@@ -33,7 +33,7 @@ def test_runs_that_fail_are_no_evidence():
             return Outcome.UNRESOLVED
         return Outcome.DIVERGES if 3 in changes else Outcome.AGREES
 
-    assert causes(6, test) == ((3,),)
+    assert find_causes(6, test) == ((3,),)
 
 
 def test_each_run_is_compared_with_each_representative_once():
@@ -43,13 +43,13 @@ def test_each_run_is_compared_with_each_representative_once():
         compared.append((a, b))
         return abs(a - b)
 
-    found = grouped([1.0, 5.0, 1.1, 5.1, 9.0], compare, lambda difference: difference < 1)
+    found = group_by_agreement([1.0, 5.0, 1.1, 5.1, 9.0], compare, lambda difference: difference < 1)
     assert found.groups == ((0, 2), (1, 3), (4,)) and found.between() == [(0, 1), (0, 4), (1, 4)]
     assert len(compared) == len({*compared}) == len(found.compared) and (1.1, 5.1) not in compared
 
 
 def test_a_run_between_two_groups_is_stated_whatever_the_order():
     for order in ([0.0, 0.6, 1.2], [0.0, 1.2, 0.6]):
-        found = grouped(order, lambda a, b: abs(a - b), lambda difference: difference < 1)
+        found = group_by_agreement(order, lambda a, b: abs(a - b), lambda difference: difference < 1)
         between = order.index(0.6)
         assert found.ambiguous == ((between, (0, order.index(1.2))),) and len(found.groups) == 2

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from crossframe.monitoring.alarm import QUIET_STEPS, Alarm, Kind, Ongoing
-from crossframe.monitoring.gradients import EXPLOSION, LEAST, GradientRule
+from crossframe.monitoring.alarm import QUIET_STEPS, Alarm, AlarmFilter, Kind
+from crossframe.monitoring.gradients import EXPLOSION, MIN_PAST_STEPS, GradientRule
 from crossframe.monitoring.losses import LossRule, num_recent
 
 CURVE = 1 + 4 * np.exp(-np.arange(400) / 60)
@@ -73,7 +73,7 @@ def test_losses_that_are_not_finite_end_the_comparison():
     assert alarms_of(losses) == {}
 
 
-def gradients(change, *, epsilon=None, steps=LEAST + 4):
+def gradients(change, *, epsilon=None, steps=MIN_PAST_STEPS + 4):
     """What the rule says of unit "b" at each step; `change` multiplies its gradient."""
     rule, said = GradientRule(epsilon), []
     for step in range(steps):
@@ -88,7 +88,7 @@ def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
     assert not any(gradients(lambda step: 0.0 if step in (0, 6) else 1.0))  # begins with zeros, and is unused once
     assert not any(gradients(lambda step: 1e-6 * 200.0 ** min(step, 3)))  # grows from nearly zero at the start
     rule = GradientRule(None)
-    for step in range(LEAST + 4):  # another unit explodes, and this one does not vanish
+    for step in range(MIN_PAST_STEPS + 4):  # another unit explodes, and this one does not vanish
         found = rule.add({"a": (1.0 if step < 6 else 1e6, 100), "b": (1.0, 100)})
         assert "b" not in found
     rule = GradientRule(1e-8)
@@ -110,7 +110,7 @@ def test_a_gradient_that_explodes_or_vanishes_is_found(change, epsilon, text, st
 
 
 def test_an_alarm_that_goes_on_is_raised_once_and_again_after_a_pause():
-    ongoing, raised = Ongoing(), []
+    ongoing, raised = AlarmFilter(), []
     for step in range(300):
         holds = step in range(10, 40) or step in range(60, 70) or step >= 200
         alarms = [Alarm(Kind.LOSS, step, "", "")] if holds else []
@@ -119,7 +119,7 @@ def test_an_alarm_that_goes_on_is_raised_once_and_again_after_a_pause():
 
 
 def test_an_alarm_goes_on_between_recorded_steps():
-    ongoing, raised = Ongoing(), []
+    ongoing, raised = AlarmFilter(), []
     for step in range(0, 500, 10):
         recorded = step % 100 == 0
         alarms = [Alarm(Kind.GRADIENT, step, "block", "")] if recorded and step in (100, 200, 400) else []

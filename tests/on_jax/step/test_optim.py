@@ -12,7 +12,7 @@ import pytest
 from crossframe import MeshSpec
 from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
-from jax_backend.optimizer._known_transformations import ELEMENTWISE, check_elementwise, parts_of
+from jax_backend.optimizer._known_transformations import LAYOUT_INDEPENDENT, check_elementwise, parts_of
 from tests.on_jax.helpers.small import (
     ATOL,
     UNITS,
@@ -186,7 +186,7 @@ def elementwise():
         "add_decayed_weights": (0.1,), "clip": (0.5,), "clip_by_global_norm": (0.5,), "ema": (0.9,), "scale": (0.5,),
         "scale_by_schedule": (lambda count: 0.5 + count,), "scale_by_rprop": (1e-2,), "trace": (0.9,),
     }  # fmt: skip
-    return {name: getattr(optax, name)(*given.get(name, ())) for name in sorted(ELEMENTWISE)}
+    return {name: getattr(optax, name)(*given.get(name, ())) for name in sorted(LAYOUT_INDEPENDENT)}
 
 
 def test_transformations_listed_as_elementwise_give_flat_shards_the_updates_of_parameters():
