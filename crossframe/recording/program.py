@@ -10,7 +10,8 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,28 @@ def sources() -> set[Path]:
     """The script and all modules imported so far that are neither installed nor in the standard library."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files.add(sys.argv[0] if sys.argv else None)
-    stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    return {path for path in _resolved(files) if "site-packages" not in path.parts and stdlib not in path.parents}
+    known = (file if os.path.isabs(file) else os.path.abspath(file) for file in files if isinstance(file, str))
+    return {path for path in map(_source, known) if path is not None}
 
 
-def _resolved(files: set[Any]) -> Iterator[Path]:
-    for file in files:
-        if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
-            yield Path(file).resolve()
+# A process has thousands of modules, and to resolve a path takes some ten system calls.
+@cache
+def _source(file: str) -> Path | None:
+    if not file.endswith(".py") or not os.path.isfile(file):
+        return None
+    folder, name = os.path.split(file)
+    path = Path(file).resolve() if os.path.islink(file) else _resolved_folder(folder) / name
+    return None if "site-packages" in path.parts or _stdlib() in path.parents else path
+
+
+@cache
+def _resolved_folder(folder: str) -> Path:
+    return Path(folder).resolve()
+
+
+@cache
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]).resolve()
 
 
 def processor() -> str:
