@@ -73,7 +73,7 @@ def zeros_like(tree: Any, world_size: int, layout: str) -> Any:
     return shard(zeros, make_mesh(MeshSpec(world_size)), units=UNITS, param_map=param_map, layout=layout)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("api", APIS)
 def test_R04_R07_R09_shards_of_torch_become_those_of_jax_and_go_back(ranks, world_size, api):
     import torch

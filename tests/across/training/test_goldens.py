@@ -10,7 +10,7 @@ from experiments.goldens.parity import GOLDEN, SETTINGS
 from tests.across.helpers.recorded import record_with_jax, record_with_torch
 
 
-@pytest.mark.parametrize("fault", ["", "sum_gradients"])
+@pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.exhaustive), "sum_gradients"])
 def test_a_parity_run_is_checked_against_its_golden(ranks, tmp_path, fault):
     golden = Recording.open(GOLDEN)
     in_torch = record_with_torch(ranks, SETTINGS, tmp_path / "torch")

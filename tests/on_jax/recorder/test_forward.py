@@ -80,6 +80,7 @@ result = generate(state, batches[0])
     + "result = jax.lax.fori_loop(0, 3, body, batches[0])\n",
 }
 """Scripts that call a model three times."""
+KINDS = ("linen", "linen_mutable", "nnx", "equinox", "scan")
 LAYERS = {"layers.0", "layers.1"}
 MODULES = {
     "linen": {"", "Dense_0", "BatchNorm_0", "Dropout_0", "Dense_1"},
@@ -130,7 +131,9 @@ def plain(text):
     return variables["result"]
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.exhaustive) for name in CALLED]
+)
 def test_each_call_of_a_model_is_a_step_and_no_bit_changes(tmp_path, run, name):
     status, result, variables = run(CALLED[name])
     assert status == 0

@@ -57,7 +57,8 @@ STATED = {
 OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip")
 # optax.MultiSteps accumulates in float32.
 PRECISION = {"accumulated": np.finfo(np.float32).eps}
-LONG = ("mapped", "meta_learned", "scanned", "cut_inside", "per_sample", "nnx", "nnx_outside_of_jit", "nested")
+# Of each kind of script one is recorded without --exhaustive.
+KINDS = ("in_a_scan", "linen", "equinox", "two_calls", "sharded")
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def differences(pairs):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in RECORDED]
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.exhaustive) for name in RECORDED]
 )
 def test_recorded_scripts_compute_the_same_bits_and_are_recorded(tmp_path, run, name):
     wanted = plain(RECORDED[name])
