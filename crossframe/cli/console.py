@@ -98,15 +98,18 @@ def exit_on_error(status: int = WRONG_USE) -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
-def run_command(command: Any, arguments: Sequence[str], name: str = "crossframe") -> int:
+def run_command(
+    command: Any, arguments: Sequence[str], name: str = "crossframe", *, failed: int = WRONG_USE
+) -> int:
     """Run a command line in this process; returns the exit status.
 
     Args:
         command: of click, as `typer.main.get_command` returns it.
         name: of the program, for its help.
+        failed: the exit status of wrong use.
     """
     try:
-        with exit_on_error():
+        with exit_on_error(failed):
             status = command.main(list(arguments), prog_name=name, standalone_mode=False)
     except typer.Exit as ended:
         status = ended.exit_code

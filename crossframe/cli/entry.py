@@ -1,5 +1,6 @@
 """The first step of a command: handle signals, and say what to install if something is missing."""
 
+import itertools
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from importlib import import_module
 from types import FrameType
 
 LEAST_COLUMNS = 20
+_WRONG_USE, _ABORT = 2, 128
 
 
 def main(app: str = "crossframe.cli.commands", name: str = "crossframe") -> None:
@@ -23,15 +25,16 @@ def main(app: str = "crossframe.cli.commands", name: str = "crossframe") -> None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_at_once)
     _prepare_output()
+    failed = _status_of_wrong_use(sys.argv[1:])
     try:
         from crossframe import processes
 
         import_module(app)  # takes long
     except ModuleNotFoundError as error:
         print(f"crossframe: needs {error.name}: pip install 'crossframe[all]'", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(failed)
     processes.end_on_signals()
-    status = 2
+    status = failed
     try:
         status = run(sys.argv[1:], app, name)
     finally:
@@ -42,7 +45,7 @@ def main(app: str = "crossframe.cli.commands", name: str = "crossframe") -> None
             with suppress(OSError, ValueError):
                 print(f"crossframe: {processes.ended_by(number)}", file=sys.stderr, flush=True)
             sys.exit(status)
-    sys.exit(_flushed(status))
+    sys.exit(_flushed(status, failed))
 
 
 def run(arguments: Sequence[str], app: str = "crossframe.cli.commands", name: str = "crossframe") -> int:
@@ -51,7 +54,23 @@ def run(arguments: Sequence[str], app: str = "crossframe.cli.commands", name: st
 
     from crossframe.cli.console import run_command
 
-    return run_command(typer.main.get_command(import_module(app).app), arguments, name)
+    command = typer.main.get_command(import_module(app).app)
+    return run_command(command, arguments, name, failed=_status_of_wrong_use(arguments))
+
+
+def _status_of_wrong_use(arguments: Sequence[str]) -> int:
+    """2, or 128 with `--git-bisect`: git reads 2 as a bad commit, and ends the search at 128.
+
+    A misspelled option counts as well, since it was meant for git.
+
+    >>> _status_of_wrong_use(["baseline", "check", "--git-bisect", "--no-such-option"])
+    128
+    >>> _status_of_wrong_use(["baseline", "check", "--", "train.py", "--git-bisect"])
+    2
+    """
+    own = itertools.takewhile(lambda word: word != "--", arguments)
+    is_for_git = any(word.startswith("--git") and not word.startswith("--github") for word in own)
+    return _ABORT if is_for_git else _WRONG_USE
 
 
 def _prepare_output() -> None:
@@ -66,8 +85,8 @@ def _prepare_output() -> None:
             del os.environ[name]
 
 
-def _flushed(status: int) -> int:
-    """Flush the output; returns the exit status, 2 if that fails."""
+def _flushed(status: int, failed: int) -> int:
+    """Flush the output; returns the exit status, or `failed` if that fails."""
     from crossframe.cli.console import BROKEN_PIPE, forget_output
 
     try:
@@ -80,7 +99,7 @@ def _flushed(status: int) -> int:
         forget_output()
         with suppress(OSError, ValueError):
             print(f"crossframe: cannot write the output: {error}", file=sys.stderr, flush=True)
-        return 2
+        return failed
     return status
 
 

@@ -83,8 +83,21 @@ def test_git_finds_the_first_wrong_commit_and_skips_those_that_do_not_run(bisect
     assert found == commits[8] and "skipped: train.py was not recorded" in ended.stdout + ended.stderr
 
 
-def test_wrong_use_stops_the_search(tmp_path):
-    assert (
-        status_of("baseline", "check", "--git-bisect", "--golden", tmp_path / "none.golden", "--", "train.py") == ABORT
-    )
-    assert status_of("baseline", "check", "--golden", tmp_path / "none.golden", "--", "train.py") == WRONG_USE
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--golden", "none.golden", "--", "train.py"], id="no_golden"),
+        pytest.param(["--no-such-option", "--golden", "none.golden", "--", "train.py"], id="unknown_option"),
+        pytest.param(["--golden"], id="option_without_value"),
+        pytest.param([], id="no_command"),
+    ],
+)
+def test_wrong_use_stops_the_search(words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert status_of("baseline", "check", "--git-bisect", *words) == ABORT
+    assert status_of("baseline", "check", *words) == WRONG_USE
+
+
+def test_misspelled_git_bisect_stops_the_search():
+    assert status_of("baseline", "check", "--git-bisekt", "--", "train.py") == ABORT
+    assert status_of("baseline", "check", "--github-actions", "--", "train.py") == WRONG_USE
