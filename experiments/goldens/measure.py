@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -63,8 +64,10 @@ def measure_faults(num: int | None, framework: str | None, output: Path, console
     Args:
         num: only the first so many in this order; None: all.
         framework: only faults of this framework; None: all.
-        output: JSON file, rewritten after each fault.
+        output: JSON file, rewritten after each fault. Faults that it has keep their first answers.
     """
+    done: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
+    known = {each["name"] for each in done}
     chosen = [each for each in FAULTS.values() if DTYPE in each.dtypes and framework in (None, each.frameworks[0])]
     random.Random(0).shuffle(chosen)
 
@@ -72,12 +75,11 @@ def measure_faults(num: int | None, framework: str | None, output: Path, console
         """As few processes as possible are started."""
         return not _is_parity(_clean(fault)), settings_of(fault, DTYPE).world_size, fault.frameworks[0]
 
-    chosen = sorted(chosen[:num], key=order)
-    done: list[Checked] = []
+    chosen = sorted((fault for fault in chosen[:num] if fault.name not in known), key=order)
     with tempfile.TemporaryDirectory() as temporary, Recorders(DTYPE) as recorders:
         goldens: dict[tuple[str, RunSettings], Recording] = {}
         for fault in chosen:
-            done.append(_fault(fault, recorders, goldens, Path(temporary, fault.name)))
+            done.append(asdict(_fault(fault, recorders, goldens, Path(temporary, fault.name))))
             _tell(done, output, console)
 
 
@@ -123,7 +125,8 @@ def measure_harmless(names: Sequence[str], output: Path, console: Console) -> No
 
     if strange := [name for name in names if name not in CHANGES]:
         raise UsageError(f"change: expected among {', '.join(CHANGES)}, got {', '.join(strange)}")
-    options, done = Options(Schedule(2, 1), "torch"), []
+    options = Options(Schedule(2, 1), "torch")
+    done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         first = InProcess(lambda: train(Change()), "goldens").record(options, folder / "first", PERTURBED_RUNS)
@@ -137,9 +140,10 @@ def measure_harmless(names: Sequence[str], output: Path, console: Console) -> No
                 else:
                     run = InProcess(lambda change=change: train(change), "goldens").record(options, folder / name, 0)
                 said = compare(golden, run, bitwise=False)
-                done.append(_checked(name, "agree", said, golden, said.reason, began))
+                checked = _checked(name, "agree", said, golden, said.reason, began)
             except Exception as error:
-                done.append(_checked(name, "agree", None, golden, f"{type(error).__name__}: {error}", began))
+                checked = _checked(name, "agree", None, golden, f"{type(error).__name__}: {error}", began)
+            done.append(asdict(checked))
             _tell(done, output, console)
 
 
@@ -171,11 +175,11 @@ def _checked(
     return Checked(name, expected, verdict, right, size, num_sums, place, why, time.monotonic() - began)
 
 
-def _tell(done: Sequence[Checked], output: Path, console: Console) -> None:
-    last, right = done[-1], sum(each.right for each in done)
+def _tell(done: Sequence[dict[str, Any]], output: Path, console: Console) -> None:
+    last, right = done[-1], sum(each["right"] for each in done)
     console.print(
-        f"{last.name:28} {last.verdict:14} {'right' if last.right else 'WRONG':6} {right} of {len(done)}  "
-        f"{last.kb:.0f} kB, {last.num_sums} sums  {last.place if last.right else last.why}"
+        f"{last['name']:28} {last['verdict']:14} {'right' if last['right'] else 'WRONG':6} {right} of {len(done)}  "
+        f"{last['kb']:.0f} kB, {last['num_sums']} sums  {last['place'] if last['right'] else last['why']}"
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
+    output.write_text(json.dumps(done, indent=1) + "\n")
