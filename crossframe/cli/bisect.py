@@ -3,6 +3,7 @@
 `crossframe bisect --settings -- A -- B`: runs A with some of the settings of B, until those that make the runs diverge are found.
 """
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -95,6 +96,7 @@ def bisect(
     framework: str | None,
     options: Options,
     overwrite: bool,
+    as_json: bool = False,
     console: Console,
     errors: Console,
 ) -> int:
@@ -104,6 +106,7 @@ def bisect(
         words: `A -- B`.
         settings: find the settings.
         output: folder of all recordings. The runs in it are not repeated.
+        as_json: print the result as a JSON object, and the text to standard error.
 
     Raises:
         UsageError: not two commands; the folder is of another search; options that do not fit.
@@ -118,6 +121,8 @@ def bisect(
         "options": asdict(replace(options, timeout=0.0)),
     }
     runs = KeptRuns(output, search, overwrite=overwrite, framework=framework, console=errors)
+    if as_json:
+        console = errors
     first = options.first()
     coarse = (
         runs.record("first/a", pair[0], **first, perturbed_runs=options.perturbed_runs),
@@ -125,11 +130,15 @@ def bisect(
     )
     said = compare(*coarse, bitwise=not settings)
     console.print(f"first recordings: {said.verdict.value}: {said.reason}")
-    if said.verdict.agrees:
-        return AGREE
-    if settings:
-        return _SettingsSearch(runs, pair, coarse, options, console).search(said)
-    return _StepSearch(runs, pair, coarse, options, console).search(said)
+    runs.conclude({"verdict": said.verdict.value, "reason": said.reason})
+    status = AGREE
+    if not said.verdict.agrees:
+        search_of = _SettingsSearch if settings else _StepSearch
+        status = search_of(runs, pair, coarse, options, console).search(said)
+    if as_json:
+        counted = {"runs": runs.num_runs, "reused": runs.num_kept, "folder": str(runs.folder), "exit_status": status}
+        print(json.dumps(runs.result | counted, indent=1))
+    return status
 
 
 class _StepSearch:
@@ -179,7 +188,17 @@ class _StepSearch:
         self.console.print(f"{self.runs.num_runs} runs, {self.runs.num_kept} reused; in {self.runs.folder}")
         folders = [recording.directory for recording in recordings]
         self.console.print(f"explained: crossframe explain {shlex.join(map(str, folders))}")
-        self.runs.conclude({"step": stop, "start": start, "recordings": list(map(str, folders)), "reason": said.reason})
+        where = said.first_divergence
+        self.runs.conclude(
+            {
+                "verdict": said.verdict.value,
+                "reason": said.reason,
+                "step": stop,
+                "start": start,
+                "first_divergence": None if where is None else where.to_json(),
+                "recordings": list(map(str, folders)),
+            }
+        )
         try:
             explain(
                 (folders[0], folders[1]),
@@ -321,8 +340,11 @@ class _SettingsSearch:
             self.console.print(f"undecided with {names}: {why}", style="yellow")
         self.runs.conclude(
             {
+                "verdict": said.verdict.value,
+                "reason": said.reason,
                 "causes": [[self._describe(switched[each][1]) for each in cause] for cause in found],
                 "without_effect": [self._describe(switched[each][1]) for each in rest],
+                "not_tested": [self._describe(each) for each in others],
                 "undecided": len(self._unresolved),
             }
         )

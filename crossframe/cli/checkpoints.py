@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from crossframe.checkpoint_comparison import (
     open_stored,
     read_unpacked,
 )
+from crossframe.cli.compare_many import print_groups
 from crossframe.cli.exit_status import exit_status
 from crossframe.errors import UsageError
 from crossframe.processes import module_command, run
@@ -29,23 +30,23 @@ _FRAMEWORKS = {"torch_backend": "torch", "jax_backend": "jax"}
 _SHOWN, _LAST_LINES = 20, 8
 
 
-def are_checkpoints(a: Path, b: Path) -> bool:
-    """Whether both are stored models instead of recordings.
+def are_checkpoints(paths: Sequence[Path]) -> bool:
+    """Whether all are stored models instead of recordings.
 
     Raises:
-        UsageError: one is a recording, and the other one a stored model.
+        UsageError: some are recordings, and others stored models.
     """
-    stored = [not is_recording(path) and format_of(path) is not None for path in (a, b)]
-    if stored[0] != stored[1] and any(map(is_recording, (a, b))):
-        run, other = (b, a) if stored[0] else (a, b)
+    stored = [path for path in paths if not is_recording(path) and format_of(path) is not None]
+    runs = [path for path in paths if is_recording(path)]
+    if stored and runs:
         raise UsageError(
-            f"compare: expected two recordings or two checkpoints, but {run} is a recording and {other} a checkpoint"
+            f"compare: expected recordings or checkpoints alone, but {runs[0]} is a recording and {stored[0]} a checkpoint"
         )
-    return all(stored)
+    return len(stored) == len(paths)
 
 
-def compare_stored(a: Path, b: Path, *, given: Mapping[str, object], as_json: bool, console: Console) -> int:
-    """Print the verdict on two stored models; returns the exit status.
+def compare_stored(paths: Sequence[Path], *, given: Mapping[str, object], as_json: bool, console: Console) -> int:
+    """Print the verdict on two stored models, or the groups of more of them that agree; returns the exit status.
 
     Args:
         given: options for recordings by name, and whether they were given.
@@ -55,10 +56,14 @@ def compare_stored(a: Path, b: Path, *, given: Mapping[str, object], as_json: bo
         CheckpointError: a damaged checkpoint.
     """
     if unused := [name for name, value in given.items() if value]:
-        raise UsageError(f"compare: {unused[0]} is for recordings, and {a} and {b} are checkpoints; leave it out")
+        raise UsageError(
+            f"compare: {unused[0]} is for recordings, and {paths[0]} and {paths[1]} are checkpoints; leave it out"
+        )
     with tempfile.TemporaryDirectory(prefix="crossframe-compare-") as temporary:
-        first, second = (_opened(path, Path(temporary, name)) for path, name in ((a, "a"), (b, "b")))
-        found = compare_checkpoints(first, second)
+        stored = [_opened(path, Path(temporary, str(i))) for i, path in enumerate(paths)]
+        if len(stored) > 2:
+            return print_groups(stored, list(map(str, paths)), compare_checkpoints, as_json=as_json, console=console)
+        found = compare_checkpoints(*stored)
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:

@@ -170,7 +170,7 @@ def compare(
     b: Annotated[Path, typer.Argument(help="Directory of another recording.", show_default=False)],
     others: Annotated[
         list[Path] | None,
-        typer.Argument(help="Further recordings: all are grouped by agreement.", show_default=False),
+        typer.Argument(help="Further recordings or checkpoints: all are grouped by agreement.", show_default=False),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html. Default: none")] = None,
     steps: Steps = None,
@@ -188,7 +188,7 @@ def compare(
 ) -> None:
     """Compare two recordings, or two checkpoints, and say whether their difference is rounding or a bug.
 
-    More than two recordings are grouped by agreement.
+    More than two recordings or checkpoints are grouped by agreement.
 
     Parameters and modules with different names are matched by their values, or by --map.
 
@@ -202,18 +202,18 @@ def compare(
     from crossframe.cli.checkpoints import are_checkpoints, compare_stored
 
     with exit_on_error():
+        runs = [a, b, *(others or ())]
+        for_two = {"--output": output, "--repeat": repeat, "--junit": junit, "--github": github, "--verify": verify}
+        if are_checkpoints(runs):
+            given = for_two | {"--steps": steps, "--map": map_file}
+            raise typer.Exit(compare_stored(runs, given=given, as_json=as_json, console=console))
         if others:
             from crossframe.cli.compare_many import compare_many
 
-            given = {"--output": output, "--repeat": repeat, "--junit": junit, "--github": github, "--verify": verify}
-            if odd := [name for name, value in given.items() if value]:
-                raise UsageError(f"compare: {', '.join(odd)}: for two recordings, got {2 + len(others)}")
+            if odd := [name for name, value in for_two.items() if value]:
+                raise UsageError(f"compare: {', '.join(odd)}: for two recordings, got {len(runs)}")
             param_map = None if map_file is None else ParamMap.load(map_file)
-            runs = [a, b, *others]
             raise typer.Exit(compare_many(runs, steps=steps, param_map=param_map, as_json=as_json, console=console))
-        if are_checkpoints(a, b):
-            given = {"--output": output, "--steps": steps, "--repeat": repeat, "--map": map_file, "--verify": verify}
-            raise typer.Exit(compare_stored(a, b, given=given, as_json=as_json, console=console))
         if (
             output is None
             and steps is None
@@ -394,6 +394,7 @@ def bisect(
     ] = "",
     timeout: Annotated[float, typer.Option(help="Time limit of each run that is traced, in seconds.")] = 600.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the runs of another search.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the step at which two training commands diverge, and the operator that causes it; or the settings that make them.
 
@@ -417,6 +418,7 @@ def bisect(
                 framework=framework,
                 options=Options(every, steps, perturbed_runs, resume, timeout),
                 overwrite=overwrite,
+                as_json=as_json,
                 console=console,
                 errors=errors,
             )

@@ -1,8 +1,9 @@
-"""`crossframe compare A B C ...`: groups of runs that agree."""
+"""`crossframe compare A B C ...`: groups of runs, or of checkpoints, that agree."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 
@@ -10,7 +11,18 @@ from crossframe.bisect import Grouping, group_by_agreement
 from crossframe.cli.exit_status import AGREE, exit_status
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
-from crossframe.verdict import PairVerdict, Verdict, compare, overall
+from crossframe.verdict import Verdict, compare, overall
+
+T = TypeVar("T")
+
+
+class _Said(Protocol):
+    """The verdict on a pair."""
+
+    @property
+    def verdict(self) -> Verdict: ...
+    @property
+    def reason(self) -> str: ...
 
 
 def compare_many(
@@ -28,10 +40,18 @@ def compare_many(
     """
     opened = [Recording.open(path) for path in paths]
     runs = opened if steps is None else [recording.first(steps) for recording in opened]
-    found = group_by_agreement(
-        runs, lambda a, b: compare(a, b, param_map=param_map, bitwise=False), lambda said: said.verdict.agrees
-    )
-    names = [str(path) for path in paths]
+
+    def compared(a: Recording, b: Recording) -> _Said:
+        return compare(a, b, param_map=param_map, bitwise=False)
+
+    return print_groups(runs, list(map(str, paths)), compared, as_json=as_json, console=console)
+
+
+def print_groups(
+    runs: Sequence[T], names: Sequence[str], compared: Callable[[T, T], _Said], *, as_json: bool, console: Console
+) -> int:
+    """Print the groups of runs that agree; returns the exit status of `compare_many`."""
+    found = group_by_agreement(runs, compared, lambda said: said.verdict.agrees)
     if as_json:
         print(json.dumps(_to_json(found, names), indent=1))
     else:
@@ -40,7 +60,7 @@ def compare_many(
     return exit_status(overall(between)) if between else AGREE
 
 
-def _print(found: Grouping[PairVerdict], names: Sequence[str], console: Console) -> None:
+def _print(found: Grouping[_Said], names: Sequence[str], console: Console) -> None:
     num = len(found.groups)
     what = "all agree" if num == 1 else f"in {num} groups by agreement"
     console.print(f"{len(names)} runs, {what}", style="bold green" if num == 1 else "bold")
@@ -65,7 +85,7 @@ def _print(found: Grouping[PairVerdict], names: Sequence[str], console: Console)
         )
 
 
-def _to_json(found: Grouping[PairVerdict], names: Sequence[str]) -> dict:
+def _to_json(found: Grouping[_Said], names: Sequence[str]) -> dict:
     return {
         "groups": [[names[run] for run in group] for group in found.groups],
         "compared": [

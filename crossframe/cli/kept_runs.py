@@ -96,6 +96,11 @@ class KeptRuns:
             raise failed
         return Recording.open(self.folder / name)
 
+    @property
+    def result(self) -> dict[str, Any]:
+        """What `conclude` kept."""
+        return self._state["result"]
+
     def conclude(self, result: dict[str, Any]) -> None:
         """Keep the result next to the runs."""
         self._state["result"] = result

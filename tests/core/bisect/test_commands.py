@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from crossframe.cli import kept_runs
 from crossframe.cli.bisect_settings import SettingsOfTwo
@@ -13,7 +14,7 @@ from crossframe.cli.training_command import TrainingCommand
 from crossframe.environment.configuration import format_configuration, parse_configuration
 from crossframe.errors import FailedRunError
 from crossframe.recording import Schedule
-from tests.commands import invoke
+from tests.commands import invoke, status_of
 from tests.core.helpers import synthetic
 
 STEPS = 30
@@ -72,6 +73,33 @@ def test_the_step_is_found_by_denser_recordings_and_an_interrupted_search_goes_o
 
 
 STAGES = ["first", "every-3-from-0-to-25", "dense-1-from-0-to-24"]
+
+
+def test_the_result_as_json_is_all_that_is_printed(trained, tmp_path, capfd):
+    found = {}
+    for kind, more in (("steps", ()), ("settings", ("--settings",))):
+        words = (
+            "bisect",
+            *more,
+            "--json",
+            "--every",
+            25,
+            "--output",
+            kind,
+            "--",
+            "train.py",
+            "--",
+            "train.py",
+            "--late",
+        )
+        assert status_of(*words) == 1
+        found[kind] = json.loads(capfd.readouterr().out)
+    assert found["steps"]["step"] == 23 and found["steps"]["first_divergence"]["parameter"] == "embed"
+    assert (found["steps"]["runs"], found["steps"]["reused"], found["steps"]["exit_status"]) == (6, 0, 1)
+    assert found["steps"]["recordings"] == [f"steps/{STAGES[-1]}/{side}" for side in "ab"]
+    assert [len(cause) for cause in found["settings"]["causes"]] == [1]
+    assert status_of("bisect", "--json", "--output", "same", "--", "train.py", "--", "train.py") == 0
+    assert json.loads(capfd.readouterr().out)["verdict"] == "equal"
 
 
 def test_a_checkpoint_that_gives_other_losses_is_not_used(trained, tmp_path):
@@ -166,3 +194,19 @@ def test_runs_are_grouped_by_agreement(tmp_path):
     assert status == 0 and "3 runs, all agree" in said
     status, said = invoke("compare", *paths, "--output", tmp_path / "report")
     assert status == 2 and "--output: for two recordings, got 4" in said
+
+
+def test_checkpoints_are_grouped_by_agreement(tmp_path):
+    w = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    for path, array in zip(paths, (w, w * np.float32(1.01), w + np.float32(1e-8)), strict=True):
+        save_file({"w": array}, path)
+    status, said = invoke("compare", *paths, "--json")
+    found = json.loads(said)
+    assert status != 0 and found["groups"] == [[str(paths[0]), str(paths[2])], [str(paths[1])]]
+    assert all(each["reason"] for each in found["compared"])
+    status, said = invoke("compare", *paths, "--github")
+    assert status == 2 and "--github is for recordings" in said
+    synthetic.record(tmp_path / "run")
+    status, said = invoke("compare", *paths, tmp_path / "run")
+    assert status == 2 and "is a recording" in said
