@@ -49,7 +49,7 @@ def unlike_other_layers(param_map: ParamMap) -> tuple[str, ...]:
     """
     by_kind: dict[str, list[MapEntry]] = {}
     for entry in param_map.entries:
-        by_kind.setdefault(_kind(entry.name), []).append(entry)
+        by_kind.setdefault(kind_of(entry.name), []).append(entry)
     found = []
     for entries in by_kind.values():
         (usual, count), *_ = Counter(map(_place, entries)).most_common(1)
@@ -65,18 +65,18 @@ def _place(entry: MapEntry) -> tuple[object, ...]:
     found: list[object] = []
     for text in texts:
         indices = [int(index) for index in _INDEX.findall(text)]
-        found += [_kind(text), *(index - own[min(k, len(own) - 1)] for k, index in enumerate(indices) if own)]
+        found += [kind_of(text), *(index - own[min(k, len(own) - 1)] for k, index in enumerate(indices) if own)]
     return tuple(found)
 
 
 def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:
     """The entry of a parameter after those of the same parameter in other layers; None if there are none, or several ways."""
-    kind, own = _kind(name), _INDEX.findall(name)
+    kind, own = kind_of(name), _INDEX.findall(name)
     selected = {(path, entry.pattern) for entry in entries.values() if entry.selects for path in entry.paths}
     owned = {path for entry in entries.values() if not entry.selects for path in entry.paths}
     possible: dict[MapEntry, None] = {}
     for other in entries.values():
-        if _kind(other.name) != kind or not own:
+        if kind_of(other.name) != kind or not own:
             continue
         moved = list(zip(_INDEX.findall(other.name), own, strict=True))
         by_index = dict(moved)
@@ -120,10 +120,10 @@ def _fits(entry: MapEntry, first: Arrays, second: Arrays) -> bool:
         return False
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """The name without the indices of layers.
 
-    >>> _kind("h.11.attn.q.weight")
+    >>> kind_of("h.11.attn.q.weight")
     'h.*.attn.q.weight'
     """
     return _INDEX.sub("*", name)

@@ -1,6 +1,7 @@
 """Tells parameters with equal values apart: by gradients, by their modules, by the order of use, and by names."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from crossframe.alignment.matching import (
     SIMILAR,
     USE,
     VALUES,
-    Arrays,
     Matching,
     num_wide,
     same_value,
@@ -24,6 +24,7 @@ from crossframe.alignment.portions import bias_text
 from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
+from crossframe.recording.sketch import sketches_of
 
 
 def join_bias(matching: Matching, name: str) -> bool:
@@ -136,7 +137,8 @@ def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequen
     paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
     if not names or not paths or any(num_wide(matching.first[name].shape) > 1 for name in names):
         return False  # of several dims the order is open too
-    apart = 1 - _directions(names, matching.gradients[0]) @ _directions(paths, matching.gradients[1]).T
+    given = [matching.gradients[0][name] for name in names], [matching.gradients[1][path] for path in paths]
+    apart = 1 - np.matmul(*_directions(*given))
     decided = False
     for i, name in enumerate(names):
         j = int(apart[i].argmin())
@@ -213,10 +215,15 @@ def _enclosing_known(matching: Matching, name: str, known: Iterable[str]) -> str
     return next((module for module in enclosing(name) if any(is_in(each, module) for each in known)), None)
 
 
-def _directions(names: Sequence[str], gradients: Arrays) -> np.ndarray:
-    """Gradients of one size, or the sums of their sketches, as rows of norm 1; of norm 0 if they are zero."""
-    given = [gradients[name] for name in names]
-    rows = np.stack(
-        [each.sketch.sums if isinstance(each, Summary) else each.astype(np.float64).reshape(-1) for each in given]
-    )
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+def _directions(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of one size as rows, and others as columns, of norm 1, or 0 if they are zero. If one of them is a summary, they
+    are the sums of sketches."""
+    both = [*ours, *theirs]
+    if any(isinstance(each, Summary) for each in both):
+        sketches = [each.sketch if isinstance(each, Summary) else sketches_of([each])[0] for each in both]
+        num_sums = min(each.sums.size for each in sketches)
+        rows = np.stack([each.folded(num_sums).sums for each in sketches])
+    else:
+        rows = np.stack([each.astype(np.float64).reshape(-1) for each in both])
+    rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return rows[: len(ours)], rows[len(ours) :].T

@@ -36,7 +36,7 @@ class Matching:
 
     Attributes:
         first: values by name. second: values by path; stacked arrays are replaced by their slices.
-        gradients: of both models, by name and by path; parameters may be missing.
+        gradients: of both models, by name and by path, those of a golden as summaries; parameters may be missing.
         may_differ: whether a fault may have changed the gradients.
         entries: the decided ones, by name. evidence: what decided each. owners: the names that consist of each path.
         places: of both models, the place of each module in the order of use.
@@ -193,10 +193,11 @@ def same_value(array: np.ndarray | Summary, other: np.ndarray | Summary) -> bool
 
 
 def relative_distance(array: np.ndarray | Summary, other: np.ndarray | Summary) -> float:
-    """norm(array - other) / norm(array); NaN if the first one is zero. Of summaries it is an estimate."""
-    if isinstance(array, Summary) or isinstance(other, Summary):
-        assert isinstance(array, Summary) and isinstance(other, Summary)
+    """norm(array - other) / norm(array); NaN if the first one is zero. With a summary, an estimate relative to its norm."""
+    if isinstance(array, Summary):
         return array.distance(other)
+    if isinstance(other, Summary):
+        return other.distance(array)
     x, y = array.astype(np.float64), other.astype(np.float64)
     norm = float(np.linalg.norm(x))
     return float(np.linalg.norm(x - y)) / norm if norm > 0 else math.nan

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
+from crossframe.alignment.golden_values import golden_values
 from crossframe.alignment.matching import Arrays
 from crossframe.alignment.summary import Summary
 from crossframe.checkpoint import INDEX, MODEL, read, whole_tensors
@@ -24,6 +25,22 @@ def read_models(paths: tuple[Path, Path]) -> tuple[tuple[Arrays, Arrays], tuple[
         UsageError: no recording, no checkpoint, and no safetensors files with floating tensors.
     """
     return alike(*map(_read, paths))
+
+
+def read_recordings(first: Recording, second: Recording) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """(initial values, gradients of the first step) by name of two recordings, the values of a golden as far as the other one has
+    them.
+
+    Raises:
+        RecordingError: as of `read_recorded`; two goldens.
+    """
+    if (first.golden is None) == (second.golden is None):
+        return alike(read_recorded(first), read_recorded(second))
+    golden, other = (first, second) if second.golden is None else (second, first)
+    known = read_recorded(other)
+    gradients = {name: _gradient(golden, name) for name in golden.manifest.params if golden.has(REDUCE, 0, name)}
+    both = (golden_values(golden, known[0]), gradients), known
+    return alike(*(both if golden is first else both[::-1]))
 
 
 def _read(path: Path) -> tuple[Arrays, Arrays]:

@@ -24,7 +24,7 @@ from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.recording.mapped import Activations, Of
-from crossframe.recording.sketch import Sketch
+from crossframe.recording.sketch import Sketch, sketches_of
 
 T = TypeVar("T")
 _ROUNDINGS, _NEAR = 8, 1e-4
@@ -191,9 +191,9 @@ class _Matcher:
         if ours not in self._first.order or theirs not in self._second.order:
             return False
         a, b = self._first.sums(ours), self._second.sums(theirs)
-        if a is None and b is None:
+        if a is None:
             return self._nearest(ours, theirs) is not None
-        if a is None or b is None or a.numel != b.numel or not (a.tells and b.tells):
+        if b is None or a.numel != b.numel or not (a.tells and b.tells):
             return False
         apart = abs(a.norm - b.norm), abs(a.total - b.total) / a.numel**0.5
         return max(apart) <= self._near * a.norm and self._nearest(ours, theirs) is not None
@@ -286,9 +286,10 @@ class _Matcher:
         """The rearrangement under which the values agree; None if there is none."""
         sums = self._first.sums(ours)
         if sums is None:
-            same = Rearrangement.transposing(tuple(range(len(self._first.shape(ours)))))
-            apart = self._apart(ours, theirs, same)
-            return same if apart is not None and apart <= self._near else None
+            shapes = self._first.shape(ours), self._second.shape(theirs)
+            forms = itertools.chain(_forms(*shapes), self._forms_of_weights(ours, theirs))
+            distances = ((form, self._apart(ours, theirs, form)) for form in forms)
+            return next((form for form, apart in distances if apart is not None and apart <= self._near), None)
         if not sums.tells:
             return None
         a, b = self._first.array(ours), self._second.array(theirs)
@@ -345,6 +346,9 @@ class _Matcher:
     def _apart(self, ours: Of, theirs: Of, form: Rearrangement) -> float | None:
         """norm(a - form(b)) / norm(a) of two activations, an estimate if they are sketches; None if it is not known."""
         x, y = self._first.sketch(ours), self._second.sketch(theirs)
+        if x is not None and y is None and (array := self._second.array(theirs)) is not None and not x.seed:
+            y = sketches_of([form(array)])[0]  # a golden, and a recording in full
+            return x.distance(y) / x.norm if not x.num_not_finite and x.norm > 0 else None
         if x is not None and y is not None:
             # Up to format 6 sketches of modules with different names have different keys.
             in_order = form.is_identity and self._first.shape(ours) == self._second.shape(theirs) and x.seed == y.seed

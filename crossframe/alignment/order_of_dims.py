@@ -108,6 +108,8 @@ def distance(matching: Matching, name: str, path: str, found: Rearrangement | No
     if gradient is None or other is None or found is None:
         return math.nan
     if isinstance(other, Summary):
+        if not isinstance(gradient, Summary):
+            return relative_distance(found.inverse(gradient), other)
         probes = np.arange(min(other.size, _PROBES))
         in_order = np.array_equal(found.places(other.shape, probes), probes)
         return relative_distance(gradient, other) if in_order else math.nan

@@ -58,7 +58,8 @@ class Summary:
         is_one = self.size and self.size * int(element_hashes(one)[0]) % 2**64 == self.signature
         return float(one[0]) if is_one else None
 
-    def distance(self, other: "Summary") -> float:
+    def distance(self, other: "Summary | np.ndarray") -> float:
         """An estimate of norm(self - other) / norm(self), of elements in the same order; NaN if the first one is zero."""
         norm = self.sketch.norm
-        return float(np.linalg.norm(self.sketch.sums - other.sketch.sums)) / norm if norm > 0 else np.nan
+        theirs = other.sketch if isinstance(other, Summary) else sketches_of([other])[0]
+        return self.sketch.distance(theirs) / norm if norm > 0 else np.nan

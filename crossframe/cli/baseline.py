@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +22,10 @@ from crossframe.quoting import quote_path
 from crossframe.recording import Recording, Schedule
 from crossframe.recording.golden_file import SUFFIX, Golden
 from crossframe.recording.known_settings import FORWARD_ONLY
-from crossframe.recording.manifest import SKETCH
+from crossframe.recording.manifest import FULL, SKETCH
 from crossframe.report.build import report_of
 from crossframe.report.terminal import print_report
+from crossframe.verdict.one_naming import in_one_naming
 
 FOLDER = Path("baselines")
 """Where goldens lie if no path is given."""
@@ -56,8 +57,14 @@ class Options:
         manifest = golden.manifest
         return cls(manifest.schedule, framework or manifest.framework, bool(manifest.settings.get(FORWARD_ONLY)))
 
-    def record(self, command: TrainingCommand, folder: Path, perturbed_runs: int, console: Console) -> Recording:
-        """Run the command and record it. What the script prints goes to standard error."""
+    def record(
+        self, command: TrainingCommand, folder: Path, perturbed_runs: int, console: Console, *, detail: str = SKETCH
+    ) -> Recording:
+        """Run the command and record it. What the script prints goes to standard error.
+
+        Args:
+            detail: "sketch" or "full".
+        """
         record_script(
             command.script,
             command.arguments,
@@ -70,7 +77,7 @@ class Options:
             dense=self.schedule.dense,
             windows=self.schedule.windows,
             forward=self.forward,
-            detail=SKETCH,
+            detail=detail,
             overwrite=True,
             prints_to_stderr=True,
             console=console,
@@ -151,8 +158,9 @@ def check_golden(
     opened = Recording.open(path)
     command = _command(words, opened)
     folder = output or CHECKS / path.stem
+    options, at = Options.of(opened), folder / _THIS_RUN
     try:
-        run = Options.of(opened).record(command, folder / _THIS_RUN, 0, errors)
+        run = run_to_compare(opened, lambda detail: options.record(command, at, 0, errors, detail=detail))
     except FailedRunError as error:
         if not git_bisect:
             raise
@@ -168,6 +176,16 @@ def check_golden(
         console=console,
     )
     return git_bisect_status(status) if git_bisect else status
+
+
+def run_to_compare(golden: Recording, record: Callable[[str], Recording]) -> Recording:
+    """A recording in sketches, or in full if it has other parameters than the golden and sketches do not tell which is which.
+
+    Args:
+        record: runs and records with a detail, "sketch" or "full".
+    """
+    run = record(SKETCH)
+    return record(FULL) if in_one_naming(golden, run).problem else run
 
 
 def update_golden(

@@ -98,9 +98,7 @@ def exit_on_error(status: int = WRONG_USE) -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
-def run_command(
-    command: Any, arguments: Sequence[str], name: str = "crossframe", *, failed: int = WRONG_USE
-) -> int:
+def run_command(command: Any, arguments: Sequence[str], name: str = "crossframe", *, failed: int = WRONG_USE) -> int:
     """Run a command line in this process; returns the exit status.
 
     Args:

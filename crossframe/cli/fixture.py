@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from crossframe.baseline import condense
-from crossframe.cli.baseline import FOLDER, MAX_KB, PERTURBED_RUNS, Options, check_limits
+from crossframe.cli.baseline import FOLDER, MAX_KB, PERTURBED_RUNS, Options, check_limits, run_to_compare
 from crossframe.cli.compare import answer
 from crossframe.cli.console import PlainConsole
 from crossframe.cli.exit_status import AGREE
@@ -29,6 +29,12 @@ _NAME = re.compile(r"[\w.+=-]{1,100}")
 _WIDTH = 110
 
 Train = Callable[[], Any]
+
+
+class Record(Protocol):
+    """Records a run: the options, the folder, the number of perturbed runs, and the detail."""
+
+    def __call__(self, options: Options, folder: Path, perturbed_runs: int, *, detail: str = ...) -> Recording: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,8 @@ class Training:
         if not path.exists():
             _fail(f"{path}: there is no golden yet; record it with pytest --update-baselines, and commit it")
         golden = Recording.open(path)
-        made = run(Options.of(golden, framework), scratch / "this_run", 0)
+        options = Options.of(golden, framework)
+        made = run_to_compare(golden, lambda detail: run(options, scratch / "this_run", 0, detail=detail))
         status, text = _compared(golden, made, scratch, bitwise)
         if status != AGREE:
             _fail(f"{path}\n{text}")
@@ -108,7 +115,7 @@ class Training:
     def _update(
         self,
         path: Path,
-        run: Callable[[Options, Path, int], Recording],
+        run: Record,
         options: Options,
         perturbed_runs: int,
         max_kb: int,
@@ -123,14 +130,14 @@ class Training:
         golden.write(path)
         self.tell(f"{path}: {path.stat().st_size / 1000:.0f} kB{before}")
 
-    def _script(
-        self, script: str | Path | None, args: Sequence[str], nproc_per_node: int | None
-    ) -> Callable[[Options, Path, int], Recording]:
+    def _script(self, script: str | Path | None, args: Sequence[str], nproc_per_node: int | None) -> Record:
         assert script is not None
         command = TrainingCommand(self.folder / script, tuple(map(str, args)), nproc_per_node=nproc_per_node)
-        return lambda options, folder, perturbed_runs: options.record(
-            command, folder, perturbed_runs, PlainConsole(file=io.StringIO())
-        )
+
+        def record(options: Options, folder: Path, perturbed_runs: int, *, detail: str = SKETCH) -> Recording:
+            return options.record(command, folder, perturbed_runs, PlainConsole(file=io.StringIO()), detail=detail)
+
+        return record
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ class InProcess:
     train: Train
     of: str
 
-    def record(self, options: Options, folder: Path, perturbed_runs: int) -> Recording:
+    def record(self, options: Options, folder: Path, perturbed_runs: int, *, detail: str = SKETCH) -> Recording:
         """Run the function once, and once for each perturbed run."""
         framework = options.framework or ("jax" if self._is_of_jax() else "torch")
         if framework not in MODULES:
@@ -152,7 +159,7 @@ class InProcess:
                 every=options.schedule.every,
                 dense=options.schedule.dense,
                 windows=options.schedule.windows,
-                detail=SKETCH,
+                detail=detail,
                 perturbed_run=perturbed_run,
                 overwrite=True,
                 settings={COMMAND: f"pytest {self.of}"},

@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, match_activations, unlike_other_layers
-from crossframe.alignment.models import alike, read_recorded
+from crossframe.alignment.models import read_recordings
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
@@ -74,7 +74,8 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
             if not lost:
                 return _viewed(first, second, param_map, swapped=swaps, note=note)
             rearranged = rearranged or f"{note}, but {lost}"
-    return OneNaming(a, b, problem=rearranged or (problem if are_few else ""))
+    is_golden = a.golden is not None or b.golden is not None
+    return OneNaming(a, b, problem=rearranged or (problem if are_few or is_golden else ""))
 
 
 def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[ParamMap, str]:
@@ -86,7 +87,7 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
     """
     sides = [
         [{name: array for name, array in arrays.items() if name not in shared} for arrays in model]
-        for model in alike(read_recorded(first), read_recorded(second))
+        for model in read_recordings(first, second)
     ]
     (values, gradients), (other_values, other_gradients) = sides
     uses = _modules_in_use(first), _modules_in_use(second)
@@ -104,6 +105,11 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
     idle = [idle_parameters(recording, side) for recording, side in zip((first, second), lacking, strict=True)]
     if any(len(unused) < len(side) for unused, side in zip(idle, lacking, strict=True)) or 2 * num < num_all:
         open_ones = _listed([", ".join((*each.names, *each.paths)) for each in found.undecided])
+        if first.golden is not None or second.golden is not None:
+            raise MappingError(
+                f"parameters were renamed, fused or split, and the initial values match {num} of {num_all}; other initial "
+                f"values, or values that do not tell which is which, are those of {open_ones}; {_FOR_GOLDENS}"
+            )
         raise MappingError(
             f"the parameters have different names, and their values match {num} of {num_all}; undecided are {open_ones}; {_HELP}"
         )
@@ -124,6 +130,10 @@ _WEAKER = {USE: "their order of use", SIMILAR: "the direction of their gradients
 _HELP = (
     "crossframe map lists what would decide them and writes a map that can be edited, for crossframe compare --map; models "
     "with other initial values need a map"
+)
+_FOR_GOLDENS = (
+    "if a run that was recorded in full (--detail full) shows the same, and this is intended, record the golden again with "
+    "crossframe baseline update"
 )
 
 

@@ -1,1 +1,1 @@
-"""A small repository whose training is gated by a golden, and twenty changes that arrive one by one."""
+"""A small repository whose training is gated by a golden, and changes that arrive one by one."""

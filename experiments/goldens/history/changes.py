@@ -1,10 +1,12 @@
-"""The changes in changes.toml, and their application to the files of the repository."""
+"""The changes in changes.toml and renames.toml, and their application to the files of the repository."""
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SETS = ("changes", "renames")
+"""The sets of changes: a file for each."""
 REPOSITORY = HERE / "repository"
 
 
@@ -50,9 +52,9 @@ class Change:
             path.write_text(text.replace(edit.old, edit.new))
 
 
-def read_changes() -> tuple[Change, ...]:
-    """All changes, in their order."""
-    stated = tomllib.loads((HERE / "changes.toml").read_text())["change"]
+def read_changes(of: str) -> tuple[Change, ...]:
+    """All changes of a set, in their order."""
+    stated = tomllib.loads((HERE / f"{of}.toml").read_text())["change"]
     return tuple(
         Change(
             each["name"],

@@ -55,17 +55,18 @@ class Answer:
         return (self.test_status == 0) == self.passes and self.test_status in (0, 1)
 
 
-def measure(names: Sequence[str], folder: Path, console: Console) -> list[Answer]:
+def measure(of: str, names: Sequence[str], folder: Path, console: Console) -> list[Answer]:
     """The gate's answers to the changes, in their order.
 
     Args:
+        of: the set of changes.
         names: only these changes are checked; harmless ones are merged in any case. Empty: all.
         folder: the repository is made in it, and answers.json is written to it after each change.
 
     Raises:
         UsageError: no such change.
     """
-    changes = read_changes()
+    changes = read_changes(of)
     if strange := set(names) - {change.name for change in changes}:
         raise UsageError(f"history: --change: expected among {', '.join(c.name for c in changes)}, got {strange}")
     root = _repository(folder)

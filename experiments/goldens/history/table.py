@@ -1,4 +1,4 @@
-"""Writes results/history.md from the answers that are committed."""
+"""Writes the tables of the answers that are committed, one for each set of changes."""
 
 import json
 from pathlib import Path
@@ -7,24 +7,29 @@ from typing import Any
 from experiments.goldens.history.changes import Change, read_changes
 from experiments.goldens.history.run import RESULTS, Answer
 
-FIRST, CORRECTED, TABLE = RESULTS / "first.json", RESULTS / "corrected.json", RESULTS / "history.md"
+_TITLES = {
+    "changes": "Answers to twenty changes of a small repository",
+    "renames": "Answers to changes that rename, fuse and split parameters",
+}
 
 
-def write_table() -> Path:
-    """Write the table; returns its path."""
-    TABLE.write_text(_text())
-    return TABLE
+def write_table(of: str) -> Path:
+    """Write the table of a set of changes; returns its path."""
+    path = RESULTS / of / "table.md"
+    path.write_text(_text(of))
+    return path
 
 
-def _text() -> str:
-    changes = read_changes()
-    first, corrected = (_read(path) if path.exists() else None for path in (FIRST, CORRECTED))
+def _text(of: str) -> str:
+    changes = read_changes(of)
+    paths = (RESULTS / of / name for name in ("first.json", "corrected.json"))
+    first, corrected = (_read(path) if path.exists() else None for path in paths)
     assert first is not None
     lines = [
-        "# Answers to twenty changes of a small repository",
+        f"# {_TITLES[of]}",
         "",
-        "Made by `python -m experiments history --table` of the answers of `python -m experiments history`; "
-        "[README](../README.md) says how they are judged.",
+        f"Made by `python -m experiments history --set {of} --table` of the answers of the command without `--table`; "
+        "[README](../../README.md) says how they are judged.",
         "The first run is of the changes as they were frozen; nothing was corrected before it."
         + (" The corrected run repeats it after corrections of crossframe." if corrected else ""),
         "",

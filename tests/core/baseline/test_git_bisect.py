@@ -24,7 +24,7 @@ from crossframe.errors import FailedRunError
 from tests.core.helpers import synthetic
 
 
-def record(self, command, folder, perturbed_runs, console):
+def record(self, command, folder, perturbed_runs, console, *, detail):
     how = command.script.read_text()
     if "does not run" in how:
         raise FailedRunError("train.py was not recorded")
