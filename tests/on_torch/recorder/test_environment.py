@@ -2,16 +2,18 @@
 
 import os
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import torch_backend
-from crossframe.check import check_recordings
+from crossframe.check import check_ranks_of, check_recordings
 from crossframe.environment import Effect, read_environment
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
+from tests.commands import invoke
 from torch_backend.recorder import Recorder, script
 from torch_backend.recorder._environment import environment_of
 
@@ -86,23 +88,37 @@ def test_the_newer_interface_of_float32_precision_is_no_error():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def tell_odd(rank, world_size):
-    """The findings of a rank. The last rank has another algorithm of all-reduces, and TF32."""
+def tell_odd(rank, world_size, folder):
+    """The findings of a rank of two hosts, and a recording. The only rank of the second host has another algorithm of
+    all-reduces, and TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     os.environ["NCCL_ALGO"] = "Tree" if rank == 2 else "Ring"
     try:
         torch.backends.cuda.matmul.allow_tf32 = rank == 2
-        return [each.describe().partition(" (")[0] for each in torch_backend.check_ranks()]
+        with mock.patch("socket.gethostname", return_value=f"node{rank // 2}"):
+            told = [each.describe() for each in torch_backend.check_ranks()]
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with Recorder(folder, model=model, optimizer=optimizer) as recorder:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                recorder.step()
+        return told
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
         del os.environ["NCCL_ALGO"]
 
 
-def test_ranks_find_the_one_that_differs(ranks):
-    told = ranks.run(3, tell_odd)
+def test_ranks_and_their_recording_name_the_host_that_differs(ranks, tmp_path):
+    told = ranks.run(3, tell_odd, tmp_path / "run")
     assert told[0] == told[1] == told[2]
-    assert [text for text in told[0] if "NCCL_ALGO" in text] == ["the variable NCCL_ALGO on rank 2"]
-    assert [text for text in told[0] if "allow_tf32" in text] == ["torch.backends.cuda.matmul.allow_tf32 on rank 2"]
+    assert [text for text in told[0] if "NCCL_ALGO" in text] == [
+        "the variable NCCL_ALGO on rank 2 (node1) is Tree, on the other ranks Ring"
+    ]
+    assert any(text.startswith("torch.backends.cuda.matmul.allow_tf32 on rank 2 (node1) is True") for text in told[0])
+    assert [each.describe() for _, each in check_ranks_of(tmp_path / "run").odd_ranks] == told[0]
+    status, said = invoke("check", tmp_path / "run")
+    assert status == 3 and "NCCL_ALGO on rank 2 (node1)" in said
 
 
 def test_ranks_are_checked_after_the_process_group():
