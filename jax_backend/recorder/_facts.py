@@ -1,5 +1,7 @@
 """The environment of this process: the configuration of JAX and its platform."""
 
+from collections.abc import Mapping
+
 import jax
 
 from crossframe.environment import Environment, Fact, collect
@@ -23,11 +25,12 @@ _CONFIGURED = (
 )
 
 
-def environment_of(*, compiled: bool = True) -> Environment:
+def environment_of(*, compiled: bool = True, modules: Mapping[str, str] | None = None) -> Environment:
     """The environment of this process.
 
     Args:
         compiled: whether steps are jitted.
+        modules: class and options of the model's modules by canonical name.
     """
     facts: dict[str, Fact] = {
         name: fact for name, fact in program(compiled=compiled).items() if name not in _STATED_ELSEWHERE
@@ -37,4 +40,4 @@ def environment_of(*, compiled: bool = True) -> Environment:
             value = getattr(jax.config, name)
             facts[name] = value if isinstance(value, bool | int | float | None) else str(value)
     facts["platform"] = " ".join(str(jax.devices()[0].client.platform_version).split())
-    return collect(facts)
+    return collect(facts, modules=modules)

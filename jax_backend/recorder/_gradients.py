@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,12 @@ class Gradient:
         def fun(*args: Any, **kwargs: Any) -> Any:
             above = innermost()
             assert above is not None
-            with collecting(traced(above, in_loss=True)):  # nothing in here is a step
+            paths = _paths(self.diff(args))
+            with ExitStack() as stack:
+                if not above.described.paths:  # once: functions that JAX has traced would not be known again
+                    above.described.paths = tuple(paths.values())
+                    stack.enter_context(reporting_modules())
+                stack.enter_context(collecting(traced(above, in_loss=True, paths=paths)))  # nothing in here is a step
                 return own(*args, **kwargs)
 
         differentiated = _value_and_grad(rounded(fun), self.argnums, self.has_aux, **self.options)

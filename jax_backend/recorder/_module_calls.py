@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
@@ -65,9 +66,15 @@ def module_call(fun: Callable, name: str) -> Callable:
     return call
 
 
-def module_reported(name: str, fun: Callable, args: Any, kwargs: Any) -> Any:
-    """Call a module, and report its input and output if the interior of a loss function or a model is wanted."""
+def module_reported(name: str, fun: Callable, args: Any, kwargs: Any, module: Any = None) -> Any:
+    """Call a module, and report its input and output if the interior of a loss function or a model is wanted.
+
+    Args:
+        module: is described; None: a named call.
+    """
     collector = innermost()
+    if collector is not None and module is not None:
+        collector.described.modules.setdefault(name, description(module))
     if collector is None or not collector.in_loss or collector.detail is not Detail.INTERIOR:
         return fun(*args, **kwargs)
     _report(name, INPUT, (args, tuple(kwargs.values())))
@@ -89,6 +96,43 @@ def _report(name: str, use: str, values: Any) -> None:
             if (array := at_level(collector, leaf)) is not None:
                 collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])
             return
+
+
+def description(module: Any) -> str:
+    """The class of a module and its options: attributes that are numbers, texts, dtypes and functions.
+
+    >>> class Norm:
+    ...     def __init__(self):
+    ...         self.epsilon, self.axes, self.scale = 1e-6, (0, -1), jnp.ones(3)
+    >>> description(Norm())
+    'Norm(axes=(0, -1), epsilon=1e-06)'
+    """
+    options = {name: _option(value) for name, value in vars(module).items() if name not in _OF_LINEN and name[0] != "_"}
+    stated = ", ".join(f"{name}={text}" for name, text in sorted(options.items()) if text is not None)
+    return f"{type(module).__name__}({stated})"
+
+
+_OF_LINEN = ("name", "parent", "scope")
+"""Attributes of modules of linen that state where they are, not what they compute."""
+
+
+def _option(value: Any) -> str | None:
+    """A value of an option as text; None if it is no option, such as an array or a module."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        parts = [_option(each) for each in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, np.dtype | type):
+        return str(getattr(value, "__name__", value))
+    if isinstance(value, functools.partial):
+        given = [_option(each) for each in (value.func, *value.args)] + [
+            f"{k}={_option(v)}" for k, v in value.keywords.items()
+        ]
+        return f"partial({', '.join(map(str, given))})"
+    if inspect.isroutine(value) or (callable(value) and hasattr(value, "__wrapped__")):
+        return getattr(value, "__name__", None)
+    return None
 
 
 Outermost = Callable[[Any, Callable, Any, Any], Any]
@@ -116,7 +160,7 @@ def reporting_modules(outermost: Outermost | None = None) -> Iterator[None]:
 def _of_linen(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
     if context.method_name != "__call__" or context.module.scope is None:
         return own(*args, **kwargs)
-    return module_reported(".".join(context.module.path), own, args, kwargs)
+    return module_reported(".".join(context.module.path), own, args, kwargs, context.module)
 
 
 def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost: Outermost | None) -> None:
@@ -156,7 +200,7 @@ def _reporting(own: Any, leaves_of: Callable, outermost: Outermost | None) -> Ca
         name = _path_of(self, leaves_of)
         token = _running.set((*_running.get(), id(self)))
         try:
-            return run(*args, **kwargs) if name is None else module_reported(name, run, args, kwargs)
+            return run(*args, **kwargs) if name is None else module_reported(name, run, args, kwargs, self)
         finally:
             _running.reset(token)
 

@@ -207,6 +207,8 @@ class Recorder:
         self.params = self._source.moved(params, self.perturbed_run) if self.perturbed_run else params
         self._initial: Any = kept(self._source, self.params, detail)
         self._writers: Writers | None = None
+        # Class and options of the model's modules, by canonical name.
+        self.modules: dict[str, str] = {}
         self._step, self._closed = 0, False
         self._waiting: list[_Waiting] = []
         self._begin_step()
@@ -522,7 +524,7 @@ class Recorder:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
             manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
-        self._writers.state_environment()
+        self._writers.state_environment(self.modules)
         self._open_window()
         if self._monitor is not None and jax.process_index() == 0:
             self._monitor.begin(self._path)

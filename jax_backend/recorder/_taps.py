@@ -139,6 +139,19 @@ class Packed:
 
 
 @dataclass
+class Described:
+    """The modules of a loss function.
+
+    Attributes:
+        paths: of the arrays that it is differentiated by.
+        modules: class and options by raw name.
+    """
+
+    paths: Sequence[str] = ()
+    modules: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Collector:
     """The taps of a function that is being traced, or, for the outermost one, of the program that runs.
 
@@ -150,6 +163,7 @@ class Collector:
         above: the collector of the function that calls it.
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
         is_scan: whether the function is the body of a scan.
+        described: what is known of the program's modules, which all collectors share.
     """
 
     trace: Any
@@ -161,6 +175,7 @@ class Collector:
     is_cached: bool = False
     is_scan: bool = False
     taps: list[Tap] = field(default_factory=list)
+    described: Described = field(default_factory=Described)
 
     def add(self, taps: Iterable[Tap]) -> None:
         """Add taps in the order of the program."""
@@ -204,7 +219,9 @@ def traced(above: Collector, inputs: Any = (), **options: Any) -> Collector:
         options: of `Collector`, where they differ from those of `above`.
     """
     given = {"in_loss": above.in_loss, "paths": above.paths, "detail": above.detail} | options
-    return Collector(core.trace_ctx.trace, inputs=jax.tree.leaves(inputs), above=above, **given)
+    inside = Collector(core.trace_ctx.trace, inputs=jax.tree.leaves(inputs), above=above, **given)
+    inside.described = above.described
+    return inside
 
 
 def at_level(collector: Collector, value: Any) -> Any:

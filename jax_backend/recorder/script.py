@@ -39,6 +39,7 @@ from jax_backend.recorder._environment import settings_of_script
 from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
 from jax_backend.recorder._manifest import program
 from jax_backend.recorder._model_calls import following_models
+from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._patches import Patches
@@ -108,7 +109,7 @@ class ScriptRecorder:
         self._returned: tuple[Any, ...] = ()
         self._places: dict[str, int] = {}
         self._initial: dict[str, np.ndarray] = {}
-        self._patches = Patches(forward_only=self.forward_only)
+        self._patches, self._root = Patches(forward_only=self.forward_only), Root(self)
         self._hidden: set[str] = set()
         self._is_compiled = True
         self._num_gradients = 0
@@ -121,7 +122,7 @@ class ScriptRecorder:
         notice.daemon = True
         notice.start()
         try:
-            with settings_of_script(), self._patches, models, collecting(Root(self)):
+            with settings_of_script(), self._patches, models, collecting(self._root):
                 yield
         finally:
             notice.cancel()
@@ -393,6 +394,10 @@ class ScriptRecorder:
         ).__enter__()
         if self.perturbed_run:
             recorder.began_with(params)
+        described = self._root.described
+        recorder.modules = {
+            canonical_module(raw, described.paths, params) or "(root)": text for raw, text in described.modules.items()
+        }
         return recorder
 
     def _stepped(self, loss: Any) -> None:

@@ -3,6 +3,7 @@
 import sys
 
 import jax
+import pytest
 
 import jax_backend
 from crossframe.check import check_recordings
@@ -10,7 +11,7 @@ from crossframe.environment import Effect, differences, read_environment
 from crossframe.recording import Recording
 from jax_backend.recorder import script
 from jax_backend.recorder._facts import environment_of
-from tests.on_jax.helpers.scripts import EAGER, TWO_CALLS
+from tests.on_jax.helpers.scripts import EAGER, EQUINOX, LINEN, NNX, NNX_OUTSIDE_OF_JIT, TWO_CALLS
 
 
 def record(text, path, monkeypatch):
@@ -38,6 +39,29 @@ def test_the_configuration_of_jax_is_stated(tmp_path, monkeypatch):
     assert found is not None
     assert found["framework"]["jax_enable_x64"] is jax.config.read("jax_enable_x64")
     assert found["framework"]["compiled"] is False and found["packages"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        pytest.param(LINEN, {"BatchNorm_0": "epsilon=1e-05", "Dense_1": "features=3"}, id="linen"),
+        pytest.param(NNX_OUTSIDE_OF_JIT, {"norm": "momentum=0.99", "(root)": "Net("}, id="outside_of_jit"),
+        pytest.param(EQUINOX, {"layers.0": "out_features=5", "layers.2": "use_bias=True"}, id="equinox"),
+    ],
+)
+def test_modules_of_a_script_are_stated(tmp_path, monkeypatch, text, stated):
+    record(text, tmp_path / "a", monkeypatch)
+    found = read_environment(tmp_path / "a", 0)
+    assert found is not None
+    assert all(option in str(found["modules"].get(module)) for module, option in stated.items()), found["modules"]
+
+
+def test_another_epsilon_of_a_module_is_the_first_difference(tmp_path, monkeypatch):
+    a = record(NNX, tmp_path / "a", monkeypatch)
+    b = record(NNX.replace("BatchNorm(5,", "BatchNorm(5, epsilon=1e-3,"), tmp_path / "b", monkeypatch)
+    first = check_recordings(a, b).differences[0]
+    assert (first.section, first.name, first.effect) == ("modules", "norm", Effect.CERTAINLY)
+    assert "epsilon=1e-05" in str(first.a) and "epsilon=0.001" in str(first.b)
 
 
 def test_another_matmul_precision_is_a_difference():
