@@ -17,7 +17,9 @@ from crossframe.errors import UsageError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RESULTS = HERE / "results" / "watching.json"
+RESULTS = HERE / "results"
+SETS = {"first": "cases.toml", "second": "second.toml"}
+"""The files of the sets of cases."""
 UNTOUCHED = HERE.parent / "untouched" / "scripts"
 RECORDS_ITSELF = ("linen_sets", "equinox_heat")
 EVERY, PERTURBED = 20, 8
@@ -61,19 +63,25 @@ class Case:
         return [script, self.fault, str(self.start), self.prefix, str(self.path), *self.arguments]
 
 
-def cases() -> list[Case]:
-    """All cases, healthy ones first."""
-    table = tomllib.loads((HERE / "cases.toml").read_text())
+def cases(of: str) -> list[Case]:
+    """All cases of a set, healthy ones first.
+
+    Raises:
+        UsageError: no such set.
+    """
+    if of not in SETS:
+        raise UsageError(f"watching: --set: expected one of {', '.join(SETS)}, got {of}")
+    table = tomllib.loads((HERE / SETS[of]).read_text())
     found = [Case(**row) for kind in ("healthy", "faulty") for row in table[kind]]
     if any(not case.path.is_file() for case in found) or len({case.name for case in found}) < len(found):
         raise UsageError("watching: expected cases of scripts that exist, with unique names")
     return found
 
 
-def run_watching(only: Sequence[str], output: Path | None, console: Console) -> int:
-    """Run the cases once, and write the results; returns the exit status."""
-    path, results = output or RESULTS, []
-    for case in cases():
+def run_watching(of: str, only: Sequence[str], output: Path | None, console: Console) -> int:
+    """Run the cases of a set once, and write the results; returns the exit status."""
+    path, results = output or RESULTS / f"{of}.json", []
+    for case in cases(of):
         if only and not any(part in case.name for part in only):
             continue
         with tempfile.TemporaryDirectory(prefix="crossframe-watching-") as folder:
