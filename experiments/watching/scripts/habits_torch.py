@@ -193,8 +193,8 @@ def main() -> None:
             own = {id(param) for param in net.blocks[1].parameters()}  # type: ignore[index, union-attr]
             group["params"] = [param for param in group["params"] if id(param) not in own]
         if isinstance(net, Features):
-            net.blocks[1].is_detached = is_faulty and on == "detached"
-            net.blocks[1].factor = 1e4 if is_faulty and on == "scaled_block" else 1.0
+            net.blocks[1].is_detached = is_faulty and on == "detached"  # type: ignore[assignment]
+            net.blocks[1].factor = 1e4 if is_faulty and on == "scaled_block" else 1.0  # type: ignore[assignment]
         if on == "microbatches":
             for part, own_y in zip(x.chunk(4), y.chunk(4), strict=True):
                 with torch.autocast("cpu", torch.bfloat16):
