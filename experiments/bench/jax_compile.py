@@ -180,7 +180,7 @@ def cases_of(models: Sequence[str], devices: Sequence[int], contestants: Sequenc
 def run_compile(
     console: Console, cases: Sequence[Case], *, limit: float, output: Path | None, json_output: Path | None
 ) -> int:
-    """Compile each case in a process of its own, print a table, and write it to files.
+    """Compile each case in a process of its own, print a table, and write the cases so far to files.
 
     Args:
         limit: seconds after which a case is given up.
@@ -189,18 +189,17 @@ def run_compile(
         The exit status: 1 if a program of `jax_backend` has other bytes than the plan, else 0.
     """
     found: list[tuple[Case, Compiled | str]] = []
+    where = jax_machine()
     for case in cases:
         with console.status(f"compiling {case.model}, {case.replicate} x {case.shard}, {case.contestant}"):
             found.append((case, _in_time(case, limit)))
-        console.print(" | ".join(_row(case, found[-1][1])), highlight=False, soft_wrap=True)
-    where = jax_machine()
-    if json_output is not None:
-        json_output.write_text(
-            json.dumps({"command": command_line(), **where, "cases": [_as_json(*each) for each in found]}, indent=1)
-            + "\n"
-        )
-    if output is not None:
-        output.write_text(_markdown(found, where))
+        console.print(" | ".join(_row(*found[-1])), highlight=False, soft_wrap=True)
+        # After each case, since all take long.
+        if json_output is not None:
+            report = {"command": command_line(), **where, "cases": [_as_json(*each) for each in found]}
+            json_output.write_text(json.dumps(report, indent=1) + "\n")
+        if output is not None:
+            output.write_text(_markdown(found, where))
     wrong = [
         case
         for case, each in found
@@ -395,10 +394,9 @@ def _params(config: LlamaConfig) -> Any:
 
 
 def _loss(config: LlamaConfig, params: Any, tokens: Any, placed: Callable[[Any], Any] = lambda x: x) -> Any:
-    import jax
     import optax
 
-    from jax_backend import scan
+    from jax_backend import remat, scan
     from jax_backend.nnx import with_params
 
     (outside, _, rest), (inside, _, block_rest) = _modules(config)
@@ -406,7 +404,7 @@ def _loss(config: LlamaConfig, params: Any, tokens: Any, placed: Callable[[Any],
     around = {**params, "model": {name: value for name, value in params["model"].items() if name != "layers"}}
     model: Any = with_params(outside, around, rest)
 
-    @jax.checkpoint
+    @remat
     def block(x: Any, own: Any) -> Any:
         module: Any = with_params(inside, own, block_rest)
         return placed(module(x))

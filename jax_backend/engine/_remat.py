@@ -9,11 +9,15 @@ all-gather, and the output of the all-gather itself would be saved instead. A po
 of an activation is computed again too, which costs a copy, and a result of parameters alone (`1 + scale`) is saved as an
 activation.
 
+JAX applies the policy also inside of a jax.checkpoint in the loss function, whose own policy then has no effect: all activations
+are saved. `remat` hides the recomputation from it in a custom_vjp.
+
 XLA decides in the end. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
 gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -56,3 +60,28 @@ def reshard_after_forward(fun: Callable) -> Callable:
     """`fun` with gathers that run again in backward."""
     # prevent_cse is on by default: XLA should not merge the second gather with the first.
     return jax.checkpoint(fun, policy=keeps_activations)
+
+
+def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callable:
+    """`jax.checkpoint` for use in a loss function: backward computes `fun` again instead of saving its activations.
+
+    Use it instead of `jax.checkpoint`, which has no effect in units that are resharded after forward: there all activations are
+    saved.
+
+    Args:
+        fun: a function of pytrees of arrays. Arrays that it closes over are differentiated too.
+        policy: what is saved, as for `jax.checkpoint`; None: nothing but the arguments.
+
+    Returns:
+        `fun`, for reverse-mode differentiation.
+    """
+
+    @wraps(fun)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        converted, closed_over = jax.closure_convert(lambda *given: fun(*given, **kwargs), *args)
+        again = jax.checkpoint(converted, policy=policy)
+        call = jax.custom_vjp(converted)
+        call.defvjp(lambda *given: jax.vjp(again, *given), lambda backward, cotangents: backward(cotangents))
+        return call(*args, *closed_over)
+
+    return checkpointed
