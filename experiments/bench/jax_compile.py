@@ -281,7 +281,7 @@ def _markdown(found: Sequence[tuple[Case, Compiled | str]], where: dict[str, Any
         "process. Counts are of a layer, forward and backward, and what is added is of the rest of the step; without scalars. "
         "Bytes are of the unsharded side. Peak: arguments, results and temporaries of a device as XLA counts them, without those "
         "that share memory; attention is dense. All is float32, since XLA's CPU compiler widens collectives of bfloat16. "
-        f"{BY_HAND}: parameters cut on their first dim that the devices divide, activations as the batch.",
+        f"Parameters are cut on their first dim that the ranks divide. {BY_HAND}: activations lie as the batch does.",
     ]
     for model in dict.fromkeys(case.model for case, _ in found):
         own = [(case, each) for case, each in found if case.model == model]
@@ -326,7 +326,10 @@ def _step(case: Case, devices: Any) -> tuple[Callable[..., Any], tuple[Any, ...]
             lambda params, tokens: _loss(case.config, params, tokens, lambda x: jax.lax.with_sharding_constraint(x, at))
         )
     else:
-        params = jax_backend.shard(full, mesh, stacked=("model.layers",))
+        # By hand, and here: without padding, where the first dim has fewer rows than there are ranks, as that of heads.
+        params = jax_backend.shard(
+            full, mesh, stacked=("model.layers",), dims=lambda spec: _divisible_dim(spec.shape, case.shard) or 0
+        )
         mode = "jit" if case.contestant == JIT else "shard_map"
         result_of = jax_backend.value_and_grad(
             lambda params, tokens: _loss(case.config, params, tokens), mesh, mode=mode, late_gathers=case.late_gathers
@@ -364,11 +367,14 @@ def _cut(path: Any, leaf: Any, mesh: Any) -> Any:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    first = int("layers" in jax.tree_util.keystr(path))
-    for dim in range(first, leaf.ndim):
-        if leaf.shape[dim] % mesh.shape["shard"] == 0:
-            return NamedSharding(mesh, P(*(None,) * dim, "shard"))
-    return NamedSharding(mesh, P())
+    lead = int("layers" in jax.tree_util.keystr(path))
+    dim = _divisible_dim(leaf.shape[lead:], mesh.shape["shard"])
+    return NamedSharding(mesh, P() if dim is None else P(*(None,) * (lead + dim), "shard"))
+
+
+def _divisible_dim(shape: Sequence[int], number: int) -> int | None:
+    """The first dim whose size is a multiple of a number."""
+    return next((dim for dim, size in enumerate(shape) if size % number == 0), None)
 
 
 def _modules(config: LlamaConfig) -> tuple[Any, Any]:
