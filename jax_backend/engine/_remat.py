@@ -62,15 +62,14 @@ def reshard_after_forward(fun: Callable) -> Callable:
     return jax.checkpoint(fun, policy=keeps_activations)
 
 
-def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callable:
+def remat(fun: Callable) -> Callable:
     """`jax.checkpoint` for use in a loss function: backward computes `fun` again instead of saving its activations.
 
-    Use it instead of `jax.checkpoint`, which has no effect in units that are resharded after forward: there all activations are
-    saved.
+    Use it instead of `jax.checkpoint`, which has no effect where units are resharded after forward: all activations are saved
+    there.
 
     Args:
         fun: a function of pytrees of arrays. Arrays that it closes over are differentiated too.
-        policy: what is saved, as for `jax.checkpoint`; None: nothing but the arguments.
 
     Returns:
         `fun`, for reverse-mode differentiation.
@@ -79,9 +78,12 @@ def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callab
     @wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         converted, closed_over = jax.closure_convert(lambda *given: fun(*given, **kwargs), *args)
-        again = jax.checkpoint(converted, policy=policy)
+
+        def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+            return jax.vjp(jax.checkpoint(converted), *given)[1](cotangents)
+
         call = jax.custom_vjp(converted)
-        call.defvjp(lambda *given: jax.vjp(again, *given), lambda backward, cotangents: backward(cotangents))
+        call.defvjp(lambda *given: (converted(*given), given), backward)
         return call(*args, *closed_over)
 
     return checkpointed

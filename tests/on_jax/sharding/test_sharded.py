@@ -214,3 +214,13 @@ def test_a_unit_without_elements_is_sharded_and_trained_around():
     assert float(result.loss) == 3.0
     assert unshard(result.grads)["empty"]["z"].shape == (0,)
     assert np.array_equal(unshard(result.grads)["w"], np.ones(3))
+
+
+@pytest.mark.parametrize("layout", ["per_param", "flat", "ragged"])
+def test_shapes_without_values_are_sharded_as_arrays_are(layout):
+    options = {"units": UNITS, "param_map": small_map(), "layout": layout, "frozen": ("inp.bias",)}
+    arrays = shard(small_params(), mesh_of_size(3), **options)
+    structs = shard(jax.eval_shape(small_params), mesh_of_size(3), **options)
+    assert structs == jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays
+    )
