@@ -6,6 +6,7 @@ NamedSharding. The model loops over stacked blocks, each of which runs again in 
 
 import json
 import multiprocessing
+import os
 import re
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 # XLA's CPU compiler widens collectives of bfloat16 to float32, so all is float32.
 DTYPE = "float32"
 CONTEXT = 2048
+MACHINE_CODE = "--xla_backend_optimization_level=0"
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ def run_compile(
 
 def _compile_alone(case: Case) -> Compiled:
     """Compile a case in a process that has not used JAX before."""
+    # Machine code alone depends on this; without it most of the time goes there.
+    os.environ["XLA_FLAGS"] = MACHINE_CODE
     from experiments.bench.jax_step import devices_of
 
     return compile_case(case, devices_of(case.replicate * case.shard))
@@ -281,6 +285,7 @@ def _markdown(found: Sequence[tuple[Case, Compiled | str]], where: dict[str, Any
         "process. Counts are of a layer, forward and backward, and what is added is of the rest of the step; without scalars. "
         "Bytes are of the unsharded side. Peak: arguments, results and temporaries of a device as XLA counts them, without those "
         "that share memory; attention is dense. All is float32, since XLA's CPU compiler widens collectives of bfloat16. "
+        f"XLA optimises its program, and LLVM not (`{MACHINE_CODE}`), for the sake of time. "
         f"Parameters are cut on their first dim that the ranks divide. {BY_HAND}: activations lie as the batch does.",
     ]
     for model in dict.fromkeys(case.model for case, _ in found):
