@@ -28,7 +28,7 @@ from experiments.bench.command import command_line, jax_machine, torch_machine_l
 
 MODELS = {"llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
 SHARD_MAP, JIT, BY_HAND = "our shard_map", "our jit", "NamedSharding"
-CONTESTANTS = (SHARD_MAP, JIT, BY_HAND)
+CONTESTANTS = (SHARD_MAP, BY_HAND, JIT)
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 # XLA's CPU compiler widens collectives of bfloat16 to float32, so all is float32.
 DTYPE = "float32"
@@ -172,10 +172,10 @@ def cases_of(models: Sequence[str], devices: Sequence[int], contestants: Sequenc
             raise UsageError(f"--{name}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     if odd := [number for number in devices if number < 4 or number % 2]:
         raise UsageError(f"--devices: expected even numbers of at least 4, got {odd}")
-    for model in models:
-        for number in devices:
-            for replicate in (1, 8 if number > 8 and number % 8 == 0 else 2):
-                for contestant in contestants:
+    for contestant in contestants:
+        for model in models:
+            for number in devices:
+                for replicate in (1, 8 if number > 8 and number % 8 == 0 else 2):
                     yield Case(model, MODELS[model], replicate, number // replicate, contestant, context)
 
 
@@ -290,6 +290,7 @@ def _markdown(found: Sequence[tuple[Case, Compiled | str]], where: dict[str, Any
     ]
     for model in dict.fromkeys(case.model for case, _ in found):
         own = [(case, each) for case, each in found if case.model == model]
+        own.sort(key=lambda each: (each[0].replicate * each[0].shard, each[0].replicate))
         lines += ["", f"## {model}, {own[0][0].context} tokens a device", "", f"| {' | '.join(COLUMNS)} |"]
         lines.append("|---|---|" + "--:|" * (len(COLUMNS) - 2))
         shown = None

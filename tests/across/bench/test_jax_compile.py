@@ -35,8 +35,8 @@ def test_a_program_that_differs_from_the_plan_fails_and_one_that_does_not_compil
     result = CliRunner().invoke(app, [*command, "--json", str(path), "--output", str(readable)])
     assert result.exit_code == 1, result.output
     cases = json.loads(path.read_text())["cases"]
-    assert [(case["replicate"], case["shard"]) for case in cases] == [(1, 8)] * 3 + [(2, 4)] * 3
-    assert [case.get("error") for case in cases] == [None, "too long", None] * 2
+    assert [(case["replicate"], case["shard"]) for case in cases] == [(1, 8), (2, 4)] * 3
+    assert [case.get("error") for case in cases] == [None] * 4 + ["too long"] * 2
     lines = readable.read_text().splitlines()
     assert sum("| too long |" in line for line in lines) == 2 and sum("| 1.00 GB |" in line for line in lines) == 4
     assert "| 8 | the plan | 2 + 1 | 1 + 1 | 0 | 0 | 60.04 GB | 32.12 GB |" in readable.read_text()
