@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,8 @@ OBJECTS = {
         },
     ),
     "equal environments": (Check(("x", "y")), {"effect": None, "differences": [], "odd_ranks": []}),
+    "equal ranks": (Check(("x", "y"), (replace(DIFFERENCE, effect=Effect.HARDLY), DIFFERENCE)), {"effect": "possibly"}),
+    "equal values": (Check(("x", "y"), (), (("x", ODD),)), {"effect": "possibly", "differences": []}),
     "place": (WHERE, WHERE_JSON),
     "verdict": (
         WRONG_PAIR,
@@ -194,5 +197,9 @@ def test_fields_of_objects(name):
             for key in ("not_finite", "growing", "disagreements", "departures")
         }
     assert {key: found[key] for key in expected} == expected
-    if name not in ("absent", "equal environments", "equal runs", "infinite tensor"):
+    if "equal" not in name and name not in ("absent", "infinite tensor"):
         assert found.keys() == expected.keys()
+
+
+def test_environments_without_differences_hardly_change_numbers():
+    assert Check(("x", "y")).effect is Effect.HARDLY
