@@ -119,6 +119,7 @@ _NUMERIC = _words(
         "dropout",
         "hidden",
         "width",
+        "embd",
         "depth",
         "layers?",
         "heads?",

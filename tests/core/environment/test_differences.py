@@ -65,6 +65,24 @@ def test_each_row_of_the_table_is_reached_by_its_own_facts():
         assert row_of(row.section, name, row.device or CPU)[0] == i, (row, name)
 
 
+# Of nanoGPT's train.py and of the TrainingArguments and configurations of transformers.
+CHANGE_NUMBERS = """batch_size block_size n_layer n_head n_embd dropout learning_rate weight_decay beta1 beta2 grad_clip decay_lr
+    warmup_iters lr_decay_iters min_lr dtype gradient_accumulation_steps init_from dataset per_device_train_batch_size
+    lr_scheduler_type warmup_ratio adam_beta1 adam_epsilon max_grad_norm label_smoothing_factor tokenizer_name max_seq_length bf16
+    fp16 optim seed vocab_size hidden_size num_attention_heads rope_theta tie_word_embeddings torch_dtype attention_dropout
+    initializer_range rms_norm_eps num_experts resume_from_checkpoint hidden_act activation_function"""
+OUTPUTS = """out_dir log_interval wandb_log wandb_project wandb_run_name output_dir logging_steps logging_dir save_steps
+    save_total_limit run_name dataloader_num_workers"""
+
+
+@pytest.mark.parametrize(("names", "effect"), [(CHANGE_NUMBERS, Effect.CERTAINLY), (OUTPUTS, Effect.HARDLY)])
+def test_options_of_known_scripts_have_the_right_effect(names, effect):
+    for name in names.split():
+        for section, option in (("command", f"--{name}"), ("configuration", f"a.yaml: train.{name}")):
+            (found,) = differences(Environment({section: {option: 1}}), Environment({section: {option: 2}}))
+            assert found.effect is effect, option
+
+
 def test_every_section_has_a_last_row_for_all_names():
     for section in SECTIONS:
         assert row_of(section, "a name that nobody knows", ACCELERATOR)[1].reason
