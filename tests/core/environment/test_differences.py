@@ -20,8 +20,11 @@ from tests.core.environment.cases import CASES
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_the_first_difference_is_the_expected_one(case):
-    first = differences(Environment(case.a), Environment(case.b))[0]
-    assert (first.section, first.name, first.effect.value) == (case.section, case.first, case.effect)
+    found, mirrored = (differences(*map(Environment, pair)) for pair in ((case.a, case.b), (case.b, case.a)))
+    assert (found[0].section, found[0].name, found[0].effect.value) == (case.section, case.first, case.effect)
+    assert [(each.name, each.effect, each.b, each.a) for each in mirrored] == [
+        (each.name, each.effect, each.a, each.b) for each in found
+    ]
 
 
 # A name of each row of the table, in its order.
