@@ -35,8 +35,8 @@ def told(found: PairVerdict) -> str:
     within = any(not each.beyond and not each.equal for each in found.judged)
     lines = [
         f"{found.verdict.value}: {found.reason}",
-        f"{found.steps} steps, {len(found.judged)} quantities, {_few(len(beyond))} beyond, {'some' if within else 'none'} within, "
-        f"{sum(each.used is not None for each in found.judged)} with a bound",
+        f"{found.steps} steps, {len(found.judged)} quantities, {_few(len(beyond))} beyond, "
+        f"{'some' if within else 'none'} within, {sum(each.used is not None for each in found.judged)} with a bound",
         f"differences {sum(min(each.difference, 1e9) for each in beyond):.3g}, "
         f"multiples of bounds {sum(min(each.used or 0.0, 1e9) for each in beyond):.3g}",
     ]
