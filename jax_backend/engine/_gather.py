@@ -20,7 +20,7 @@ from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from crossframe.trace import ALL_GATHER
 from jax_backend.ranks._collectives import all_gather, all_reduce, reduce_scatter, scope_name
-from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._bucket import Bucket, Operand
 from jax_backend.shards._param_tree import ParamTree
 
 
@@ -46,11 +46,11 @@ class Reduction:
         """Raise PlanError if the factor is invalid."""
         factors_of(self.mesh, self.api, "float32", self.factor)
 
-    def __call__(self, label: str, grad: jax.Array, precision: Precision) -> jax.Array:
+    def __call__(self, operand: Operand, grad: jax.Array, precision: Precision) -> jax.Array:
         """This rank's part of the mean over ranks of full gradients: (gathered_numel,) to (padded_shard_numel,).
 
         Args:
-            label: the bucket's label.
+            operand: the bucket's line, or one of its arrays.
             grad: this rank's gradient, of any floating dtype.
             precision: the bucket's dtypes; the result has dtype `precision.kept`.
         """
@@ -62,11 +62,11 @@ class Reduction:
                 case ReductionStep.DIVIDE_BEFORE:
                     grad = divide(grad, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
-                    grad = reduce_scatter(grad, label, self.placed_on)
+                    grad = reduce_scatter(grad, operand.label, self.placed_on, dim=operand.dim)
                 case ReductionStep.DIVIDE_BETWEEN:
                     grad = divide(grad, factors.between)
                 case ReductionStep.ALL_REDUCE:
-                    grad = all_reduce(grad, label, self.placed_on)
+                    grad = all_reduce(grad, operand.label, self.placed_on)
                 case ReductionStep.DIVIDE_AFTER:
                     grad = divide(grad, factors.after)
                 case ReductionStep.CAST_TO_KEPT:
@@ -105,10 +105,12 @@ def gather(
     """
 
     def whole(shard: Any) -> dict[str, jax.Array]:
+        def unsharded(operand: Operand, array: jax.Array) -> jax.Array:
+            return all_gather(array.astype(precision.gathered), operand.label, reduction.placed_on, dim=operand.dim)
+
         # One scope, so that `_late_gathers` cuts where it gathers.
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):
-            line = bucket.to_line(shard).astype(precision.gathered)
-            found = bucket.views(all_gather(line, bucket.label, reduction.placed_on))
+            found = bucket.from_unsharded(jax.tree.map(unsharded, bucket.operands(), shard))
         return tree.leaves_of(bucket, found)
 
     if not bucket.trainable:
@@ -123,22 +125,44 @@ def gather(
         return whole(source.shard), source.waiting
 
     def backward(waiting: jax.Array | None, grads: dict[str, jax.Array]) -> tuple[Source]:
-        own = joined(tree, bucket, grads)
-        if waiting is not None or not reduction.now:
-            own = own.astype(precision.accumulated(reduction.api))
-        if waiting is not None:
-            own = own + waiting
-        if reduction.now:
-            # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
-            line = reduction(bucket.label, own, precision)
-            part = jax.tree.map(lambda new, old: new.astype(old.dtype), bucket.from_line(line), source.shard)
+        def reduced(operand: Operand, grad: jax.Array) -> jax.Array:
+            return reduction(operand, grad, precision)
+
+        if source.probe is None and waiting is None and reduction.now:
+            own = None
+            part = jax.tree.map(reduced, bucket.operands(), transposed(tree, bucket, grads))
         else:
-            part = jax.tree.map(jnp.zeros_like, source.shard)
-        probe = None if source.probe is None else own.astype(source.probe.dtype)
+            own = joined(tree, bucket, grads)
+            if waiting is not None or not reduction.now:
+                own = own.astype(precision.accumulated(reduction.api))
+            if waiting is not None:
+                own = own + waiting
+            line = Operand(bucket.label, 0)
+            part = bucket.from_line(reduced(line, own)) if reduction.now else None
+        # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
+        part = jax.tree.map(
+            lambda old, new=None: jnp.zeros_like(old) if new is None else new.astype(old.dtype),
+            source.shard,
+            *(() if part is None else (part,)),
+        )
+        probe = None if source.probe is None or own is None else own.astype(source.probe.dtype)
         return (Source(part, probe, None if waiting is None else jnp.zeros_like(waiting)),)
 
     gathered.defvjp(forward, backward)
     return gathered(source)
+
+
+def transposed(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> Any:
+    """The gradients of a bucket's leaves in the form of its gathered arrays, with 0 in the padding."""
+    dtype = next(iter(grads.values())).dtype
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    structs = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), bucket.unsharded_shapes(), is_leaf=is_shape
+    )
+    (found,) = jax.linear_transpose(lambda arrays: tree.leaves_of(bucket, bucket.from_unsharded(arrays)), structs)(
+        grads
+    )
+    return found
 
 
 def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:

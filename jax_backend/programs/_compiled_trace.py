@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from crossframe.dtypes import FLOATING, itemsize
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
-from jax_backend.programs._trace import FOREIGN
-from jax_backend.ranks._collectives import WEIGHTS, any_label
+from jax_backend.programs._trace import FOREIGN, merged
+from jax_backend.ranks._collectives import WEIGHTS, any_label, parts_of
 
 _KINDS = {
     "all-gather": ALL_GATHER,
@@ -90,6 +90,10 @@ def _computations(program: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _events(computations: dict[str, list[str]], name: str, rank: int) -> Iterator[Event]:
+    return merged(_operands(computations, name, rank))
+
+
+def _operands(computations: dict[str, list[str]], name: str, rank: int) -> Iterator[tuple[Event, str]]:
     for line in computations[name]:
         operation = _OPERATION.match(line)
         if operation is None:
@@ -101,15 +105,15 @@ def _events(computations: dict[str, list[str]], name: str, rank: int) -> Iterato
             called = _CALLED.findall(line) + re.findall(r"%?([\w.\-]+)", "".join(_BRANCHES.findall(line)))
             inner = [event for each in called if each in computations for event in _events(computations, each, rank)]
             trips = _TRIPS.search(line)
-            yield from inner * (int(trips[1]) if trips else 1)
+            yield from ((event, "") for event in inner * (int(trips[1]) if trips else 1))
 
 
-def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]:
+def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[tuple[Event, str]]:
     scope = (_NAME.search(line) or ("", ""))[1]
     label = any_label(scope)
     if label == WEIGHTS:
         return
-    unit, _, index = (FOREIGN if label is None else label).partition("#")
+    unit, index, operand = parts_of(FOREIGN if label is None else label)
     group = group_of(line, rank)
     phase = "backward" if "transpose(" in scope else "forward"
     shapes = _SHAPE.findall(result)
@@ -120,7 +124,7 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[Event]
         name = _DTYPES[dtype]
         width = itemsize(name) if name in FLOATING else np.dtype(name).itemsize
         num_bytes = numel * width * (len(group) if kind == "reduce-scatter" else 1)
-        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=int(index or 0))
+        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=index), operand
 
 
 def group_of(line: str, rank: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.programs._jaxpr import Evaluation, transformed
-from jax_backend.ranks._collectives import WEIGHTS, scope_label, scope_name
+from jax_backend.ranks._collectives import OPERAND, WEIGHTS, scope_label, scope_name
 
 
 def gather_late(fun: Callable, mapped_axes: tuple[str, ...] | None = None) -> Callable:
@@ -133,7 +133,7 @@ def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | No
     """The kind and the bucket of the collective that an equation belongs to."""
     stack = str(equation.source_info.name_stack)
     found = ((kind, scope_label(kind, stack)) for kind in kinds)
-    return next(((kind, label) for kind, label in found if label is not None), None)
+    return next(((kind, label.partition(OPERAND)[0]) for kind, label in found if label is not None), None)
 
 
 def _rounds_nothing(equation: JaxprEqn) -> bool:

@@ -4,7 +4,8 @@ The kind, bytes and group of an event come from the primitive, its operands and 
 scope that `ranks/_collectives.py` put there, so that the trace is a check of that file.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, mesh_spec
 from jax_backend.programs._jaxpr import inner_jaxprs
-from jax_backend.ranks._collectives import WEIGHTS, scope_label
+from jax_backend.ranks._collectives import WEIGHTS, parts_of, scope_label
 
 FOREIGN = "<loss_fn>"
 """The unit of a collective that the loss function issued itself."""
@@ -53,7 +54,31 @@ def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: An
     return list(_events(jax.make_jaxpr(step)(*args, **kwargs).jaxpr, groups, "forward"))
 
 
+def merged(events: Iterable[tuple[Event, str]]) -> Iterator[Event]:
+    """Events, of which those of the arrays of one bucket are one: a unit's collective moves all of them.
+
+    Args:
+        events: each with the index of its array in the bucket, or "" if it moves the bucket by itself.
+    """
+    found: list[Event] = []
+    open_at: dict[tuple[str, str, int, str], tuple[int, set[str]]] = {}
+    for event, operand in events:
+        key = event.kind, event.unit, event.bucket, event.phase
+        at, seen = open_at.get(key, (0, {operand}))
+        if operand and operand not in seen:
+            seen.add(operand)
+            found[at] = replace(found[at], num_bytes=found[at].num_bytes + event.num_bytes)
+        else:
+            open_at[key] = len(found), {operand}
+            found.append(event)
+    yield from found
+
+
 def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
+    return merged(_operands(jaxpr, groups, phase))
+
+
+def _operands(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[tuple[Event, str]]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _KINDS:
@@ -62,24 +87,23 @@ def _events(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> It
         backward = "transpose(" in str(equation.source_info.name_stack)
         for inner in inner_jaxprs(equation):
             found = list(_events(inner, groups, "backward" if backward else phase))
-            yield from found * (equation.params["length"] if name == "scan" else 1)
+            yield from ((event, "") for event in found * (equation.params["length"] if name == "scan" else 1))
 
 
-def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[Event]:
+def _event(equation: Any, kind: str, groups: Mapping[str, tuple[int, ...]], phase: str) -> Iterator[tuple[Event, str]]:
     scopes = str(equation.source_info.name_stack)
     label = scope_label(kind, scopes)
     if label == WEIGHTS:
         return
-    unit, _, index = (FOREIGN if label is None else label).partition("#")
+    unit, index, operand = parts_of(FOREIGN if label is None else label)
     # The unsharded side: the result of an all-gather, the operand of the others.
     for var in equation.outvars if kind == ALL_GATHER else equation.invars:
         backward = phase == "backward" or "transpose(" in scopes
         dtype = np.dtype(var.aval.dtype)
         num_bytes = int(np.prod(var.aval.shape, dtype=int)) * dtype.itemsize
         group = _group(equation.params, groups)
-        yield Event(
-            kind, unit, "backward" if backward else "forward", dtype.name, num_bytes, group, bucket=int(index or 0)
-        )
+        where = "backward" if backward else "forward"
+        yield Event(kind, unit, where, dtype.name, num_bytes, group, bucket=index), operand
 
 
 def _group(params: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -19,6 +19,10 @@ from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS
 WEIGHTS = "<weights>"
 """The label of ranks' weights in a mean, which belong to no bucket."""
 
+OPERAND = ":"
+"""Precedes the index of an operand in the label of a collective that moves one array of a bucket (`jax_backend.programs`)."""
+
+_OF_AN_OPERAND = re.compile(OPERAND + r"\d+$")
 _SCOPE = re.compile(r"crossframe:(\w+)\[([^\]]*)\]")
 
 
@@ -43,20 +47,31 @@ def any_label(name_stack: str) -> str | None:
     return found[-1][1] if found else None
 
 
-def all_gather(shard: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
-    """The concatenated shards of a shard group: (..., padded_shard_numel) to (..., gathered_numel)."""
+def parts_of(label: str) -> tuple[str, int, str]:
+    """The unit of a label, the index of its bucket, and that of an array in the bucket, or "".
+
+    >>> parts_of("blocks.0"), parts_of("blocks.0#1:3")
+    (('blocks.0', 0, ''), ('blocks.0', 1, '3'))
+    """
+    bucket, _, operand = label.rpartition(OPERAND) if _OF_AN_OPERAND.search(label) else (label, "", "")
+    unit, _, index = bucket.partition("#")
+    return unit, int(index or 0), operand
+
+
+def all_gather(shard: jax.Array, label: str, mesh: Mesh | None = None, *, dim: int = -1) -> jax.Array:
+    """The shards of a shard group, concatenated on a dim: (..., padded_shard_numel) to (..., gathered_numel) on the last one."""
     if _moves_nothing(shard, SHARD_AXIS):
         return shard
     with jax.named_scope(scope_name(ALL_GATHER, label)):
-        return _placed(jax.lax.all_gather(_placed(shard, mesh), SHARD_AXIS, axis=shard.ndim - 1, tiled=True), mesh)
+        return _placed(jax.lax.all_gather(_placed(shard, mesh), SHARD_AXIS, axis=dim % shard.ndim, tiled=True), mesh)
 
 
-def reduce_scatter(buffer: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
-    """This rank's part of the sum over its shard group, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
+def reduce_scatter(buffer: jax.Array, label: str, mesh: Mesh | None = None, *, dim: int = 0) -> jax.Array:
+    """This rank's part on a dim of the sum over its shard group, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
     if _moves_nothing(buffer, SHARD_AXIS):
         return buffer
     with jax.named_scope(scope_name(REDUCE_SCATTER, label)):
-        return _placed(jax.lax.psum_scatter(_placed(buffer, mesh), SHARD_AXIS, tiled=True), mesh)
+        return _placed(jax.lax.psum_scatter(_placed(buffer, mesh), SHARD_AXIS, scatter_dimension=dim, tiled=True), mesh)
 
 
 def all_reduce(array: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:

@@ -19,9 +19,23 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.layout import Layout, PerParamLayout
 from crossframe.layout import views as numpy_views
 from jax_backend.mesh._device_mesh import SHARD_AXIS, device_of
+from jax_backend.ranks._collectives import OPERAND
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
 from jax_backend.shards._padding_mask import padding_of, zeroed
 from jax_backend.shards._views import column_views, line_views
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array that collectives move by itself.
+
+    Attributes:
+        label: the label of its collectives.
+        dim: the dim on which ranks have parts of it.
+    """
+
+    label: str
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,18 @@ class Bucket:
         """
         return numpy_views(self.layout, gathered) if isinstance(gathered, np.ndarray) else self._cut(gathered)
 
+    def operands(self) -> Any:
+        """What collectives move in one layer: the bucket's array, or each of its arrays by parameter."""
+        return Operand(self.label, 0)
+
+    def unsharded_shapes(self) -> Any:
+        """The shape of the gathered array, or the shapes of the gathered arrays by parameter, in one layer."""
+        return (self.layout.gathered_numel,)
+
+    def from_unsharded(self, arrays: Any) -> dict[str, jax.Array]:
+        """The parameters by canonical name, without padding, in one layer's gathered array or arrays."""
+        return self._cut(arrays)
+
     def shardings(self, mesh: Mesh) -> Any:
         """`partitions` on a mesh."""
         is_partition = lambda node: isinstance(node, P)  # noqa: E731
@@ -194,6 +220,18 @@ class PerParamBucket(Bucket):
 
     def partitions(self) -> dict[str, P]:
         return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
+
+    def operands(self) -> dict[str, "Operand"]:
+        return {
+            spec.name: Operand(f"{self.label}{OPERAND}{i}", self.layout.shard_dims[i])
+            for i, spec in enumerate(self.layout.params)
+        }
+
+    def unsharded_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {spec.name: self.leaf_shape(i) for i, spec in enumerate(self.layout.params)}
+
+    def from_unsharded(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {spec.name: shrunk(arrays[spec.name], spec.shape) for spec in self.layout.params}
 
     def to_line(self, shard: Any) -> jax.Array:
         arrays = ((shard[spec.name], len(spec.shape)) for spec in self.layout.params)

@@ -139,7 +139,7 @@ def test_R11_a_unit_of_two_dtypes_has_two_buckets_or_is_refused():
 def test_R26_R33_precision_is_the_policys(spec, api):
     policy = PrecisionPolicy("bfloat16", reduce_dtype="float32")
     mesh = make_mesh(spec)
-    sharded = shard(small_params("float32"), mesh, units=UNITS, mp_policy=policy)
+    sharded = shard(small_params("float32"), mesh, units=UNITS, mp_policy=policy, layout="flat")
     seen = []
 
     def loss(params, batch):
@@ -168,7 +168,7 @@ def collectives(events):
 @pytest.mark.parametrize("reshards", [None, True, False])
 def test_R13_R14_what_is_gathered_again_is_the_users_choice(reshards):
     mesh, spec = make_mesh(MeshSpec(2)), MeshSpec(2)
-    sharded = shard(small_params(), mesh, units=UNITS, reshard_after_forward=reshards)
+    sharded = shard(small_params(), mesh, units=UNITS, reshard_after_forward=reshards, layout="flat")
     step = value_and_grad(small_loss, mesh)
     units = plan_units(sharded.tree.units, Strategy.FULL_SHARD, reshard_after_forward=reshards)
     found = trace_of(step, sharded, small_batch(), mesh=mesh)

@@ -23,7 +23,7 @@ def own(events):
 
 def test_under_shard_map_xla_issues_in_a_scan_what_the_program_says():
     mesh = make_mesh(HYBRID)
-    args = shard(stacked_params(), mesh, stacked=("blocks",)), small_batch()
+    args = shard(stacked_params(), mesh, stacked=("blocks",), layout="flat"), small_batch()
     step = value_and_grad(stacked_loss, mesh)
     found = own(compiled_trace(step, *args, mesh=mesh, rank=3))
     assert difference(trace_of(step, *args, mesh=mesh, rank=3), found, ordered=False, kinds=COLLECTIVES) == []

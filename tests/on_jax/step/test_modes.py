@@ -27,7 +27,7 @@ def compiled(mode, sharded, batch, loss=small_loss):
 )
 def test_collectives_of_plain_units(mode, sums, again):
     policy = PrecisionPolicy(reduce_dtype="bfloat16")
-    sharded = shard(small_params("float32"), make_mesh(HYBRID), units=UNITS, mp_policy=policy)
+    sharded = shard(small_params("float32"), make_mesh(HYBRID), units=UNITS, mp_policy=policy, layout="flat")
     events = compiled(mode, sharded, small_batch(dtype="float32"))
     assert Counter(event.kind for event in events if event.kind != ALL_GATHER) == sums
     # XLA's CPU compiler sums 16 bits in 32.
@@ -41,7 +41,7 @@ def test_collectives_of_plain_units(mode, sums, again):
 @pytest.mark.parametrize("mode", MODES)
 def test_stacked_units_are_reduced_layer_by_layer_in_reduce_dtype(mode):
     policy = PrecisionPolicy(reduce_dtype="float16" if not jax.config.jax_enable_x64 else "float32")
-    sharded = shard(stacked_params(), make_mesh(HYBRID), stacked=("blocks",), mp_policy=policy)
+    sharded = shard(stacked_params(), make_mesh(HYBRID), stacked=("blocks",), mp_policy=policy, layout="flat")
     events = compiled(mode, sharded, small_batch(), stacked_loss)
     gathers = Counter(event.phase for event in events if (event.kind, event.unit) == (ALL_GATHER, "blocks"))
     assert gathers == {"forward": 4, "backward": 4}

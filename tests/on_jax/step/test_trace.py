@@ -1,3 +1,5 @@
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +27,8 @@ from tests.on_jax.helpers.small import (
 )
 
 
-def sharded_over(world_size, **kwargs):
-    return shard(small_params(**kwargs), mesh_of_size(world_size), units=UNITS, param_map=small_map())
+def sharded_over(world_size, *, layout="flat", **kwargs):
+    return shard(small_params(**kwargs), mesh_of_size(world_size), units=UNITS, param_map=small_map(), layout=layout)
 
 
 def count(jaxpr_text, primitive):
@@ -44,6 +46,22 @@ def test_R13_R14_the_trace_of_a_step_is_the_plan(world_size, strategy, dtype):
     plan = collectives(step_plan(plan_units(sharded.tree.units, strategy), MeshSpec(world_size)))
     assert len(plan) == (0 if world_size == 1 else 8 if strategy is Strategy.FULL_SHARD else 6)
     assert difference(plan, events, ordered=False, kinds=COLLECTIVES) == []
+
+
+@pytest.mark.parametrize("strategy", SHARDING)
+def test_R14_backward_gathers_again_the_parameters_that_it_reads_in_per_param(strategy):
+    sharded, mesh = sharded_over(2, layout="per_param"), mesh_of_size(2)
+    events = trace_of(value_and_grad(small_loss, mesh, strategy=strategy), sharded, small_batch(), mesh=mesh)
+    plan = collectives(step_plan(plan_units(sharded.tree.units, strategy), MeshSpec(2)))
+    assert Counter((e.kind, e.unit, e.phase) for e in plan) == Counter((e.kind, e.unit, e.phase) for e in events)
+    again = {e.unit: e.num_bytes for e in events if (e.kind, e.phase) == (ALL_GATHER, "backward")}
+    # Rows of (5, 5) kernels in three a rank; no bias.
+    assert again == ({"blocks.0": 30 * ITEMSIZE, "blocks.1": 30 * ITEMSIZE} if strategy is Strategy.FULL_SHARD else {})
+    rest = [
+        [e for e in each if e.unit not in again or e.phase == "forward" or e.kind != ALL_GATHER]
+        for each in (plan, events)
+    ]
+    assert difference(*rest, ordered=False, kinds=COLLECTIVES) == []
 
 
 @pytest.mark.parametrize("strategy", SHARDING)
@@ -107,8 +125,8 @@ def test_a_trace_sees_what_was_issued_not_what_was_meant(monkeypatch):
     sharded, mesh = sharded_over(2), mesh_of_size(2)
     plan = step_plan(plan_units(sharded.tree.units, Strategy.SHARD_GRAD_OP), MeshSpec(2))
     real = gather.all_gather
-    monkeypatch.setattr(gather, "reduce_scatter", lambda buffer, unit, mesh: buffer[: buffer.shape[0] // 2])
-    monkeypatch.setattr(gather, "all_gather", lambda array, unit, mesh: real(array, unit) + real(array, unit))
+    monkeypatch.setattr(gather, "reduce_scatter", lambda buffer, unit, mesh, dim: buffer[: buffer.shape[0] // 2])
+    monkeypatch.setattr(gather, "all_gather", lambda array, unit, mesh, dim: real(array, unit) + real(array, unit))
     step = value_and_grad(small_loss, mesh, strategy=Strategy.SHARD_GRAD_OP)
     lines = difference(plan, trace_of(step, sharded, small_batch(), mesh=mesh), ordered=False, kinds=COLLECTIVES)
     assert sum(line.startswith("missing 1 x") and REDUCE_SCATTER in line for line in lines) == 3
