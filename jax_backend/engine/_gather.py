@@ -7,6 +7,7 @@ order (R32: two ranks).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
 
@@ -129,47 +130,45 @@ def gather(
             return reduction(operand, grad, precision)
 
         if source.probe is None and waiting is None and reduction.now:
-            own = None
-            part = jax.tree.map(reduced, bucket.operands(), transposed(tree, bucket, grads))
+            probe = None
+            part = jax.tree.map(reduced, bucket.operands(), in_arrays(tree, bucket, grads))
         else:
-            own = joined(tree, bucket, grads)
+            # What microbatches accumulate is a line, whatever the layout.
+            own = in_line(tree, bucket, grads)
             if waiting is not None or not reduction.now:
                 own = own.astype(precision.accumulated(reduction.api))
             if waiting is not None:
                 own = own + waiting
-            line = Operand(bucket.label, 0)
-            part = bucket.from_line(reduced(line, own)) if reduction.now else None
+            probe = None if source.probe is None else own.astype(source.probe.dtype)
+            if reduction.now:
+                part = bucket.from_line(reduced(Operand(bucket.label, 0), own))
+            else:
+                part = jax.tree.map(jnp.zeros_like, source.shard)
         # A cotangent has its primal's dtype: a gradient kept in low precision is widened again, without another rounding.
-        part = jax.tree.map(
-            lambda old, new=None: jnp.zeros_like(old) if new is None else new.astype(old.dtype),
-            source.shard,
-            *(() if part is None else (part,)),
-        )
-        probe = None if source.probe is None or own is None else own.astype(source.probe.dtype)
+        part = jax.tree.map(lambda new, old: new.astype(old.dtype), part, source.shard)
         return (Source(part, probe, None if waiting is None else jnp.zeros_like(waiting)),)
 
     gathered.defvjp(forward, backward)
     return gathered(source)
 
 
-def transposed(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> Any:
+def in_arrays(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> Any:
     """The gradients of a bucket's leaves in the form of its gathered arrays, with 0 in the padding."""
+    return _transposed(
+        lambda arrays: tree.leaves_of(bucket, bucket.from_unsharded(arrays)), bucket.unsharded_shapes(), grads
+    )
+
+
+def in_line(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:
+    """The gradients of a bucket's leaves as one line, of shape (gathered_numel,), with 0 in the padding."""
+    return _transposed(lambda line: tree.cut(bucket, line), (bucket.layout.gathered_numel,), grads)
+
+
+def _transposed(leaves_of: Callable[[Any], dict[str, jax.Array]], shapes: Any, grads: dict[str, jax.Array]) -> Any:
     dtype = next(iter(grads.values())).dtype
     is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    structs = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), bucket.unsharded_shapes(), is_leaf=is_shape
-    )
-    (found,) = jax.linear_transpose(lambda arrays: tree.leaves_of(bucket, bucket.from_unsharded(arrays)), structs)(
-        grads
-    )
-    return found
-
-
-def joined(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:
-    """The gradients of a bucket's leaves as one line, of shape (gathered_numel,), with 0 in the padding."""
-    dtype = next(iter(grads.values())).dtype
-    line = jax.ShapeDtypeStruct((bucket.layout.gathered_numel,), dtype)
-    (found,) = jax.linear_transpose(lambda line: tree.cut(bucket, line), line)(grads)
+    structs = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=is_shape)
+    (found,) = jax.linear_transpose(leaves_of, structs)(grads)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A bucket: the parameters of a unit that one all-gather moves. Static: it describes arrays and holds none.
+"""A bucket: the parameters of a unit that are gathered together. Static: it describes arrays and holds none.
 
 A `Bucket` (flat and ragged) has one array of all its parameters, a `PerParamBucket` a dict of one array for each. A *line* is
 what a rank sends of either, of shape (padded_shard_numel,), with a leading dim of layers in a stacked unit.
@@ -40,7 +40,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The uniform part of a unit (R11): what one all-gather moves. In this class, of a flat or a ragged layout.
+    """The uniform part of a unit (R11): what a unit gathers at a time. In this class, of a flat or a ragged layout.
 
     Attributes:
         name: its key in `ShardedParams.shards`: the unit's name; for further buckets of a unit, followed by what they hold.
