@@ -61,7 +61,7 @@ def compiled_trace(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwar
     Returns:
         Events. Those in a loop count once for each iteration, or once if XLA does not know their number; those in all branches of
         a condition count. Collectives of no unit, such as the mean of the losses, have the unit "<loss_fn>". A collective of
-        several arrays is one event for each.
+        several lines is one event for each; those of the arrays of a unit in the per-parameter layout are one event.
     """
     compiled = jax.jit(step).lower(*args, **kwargs).compile()
     program = compiled.as_text()
@@ -119,12 +119,14 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[tuple[
     shapes = _SHAPE.findall(result)
     if f"{kind}-start(" in line and kind == "all-gather":  # the operands are listed first
         shapes = shapes[len(shapes) // 2 :]
-    for dtype, dims in shapes:
+    for i, (dtype, dims) in enumerate(shapes):
         numel = int(np.prod([int(size) for size in dims.split(",") if size], dtype=int))
         name = _DTYPES[dtype]
         width = itemsize(name) if name in FLOATING else np.dtype(name).itemsize
         num_bytes = numel * width * (len(group) if kind == "reduce-scatter" else 1)
-        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=index), operand
+        # XLA may join collectives of a bucket's arrays under the name of the first.
+        array = f"{operand}.{i}" if operand and i else operand
+        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=index), array
 
 
 def group_of(line: str, rank: int) -> tuple[int, ...]:
