@@ -52,7 +52,7 @@ class ShardedParamsHandler(ocp.PyTreeCheckpointHandler):
         like, mesh = args.like, mesh_of(args.like)
         parts, leaves = model_parts(like, mesh), StateLeaves(args.optimizer_state, like, mesh)
         stored = self.metadata(directory).tree
-        targets = {MODEL: _structs(parts), STATE: _structs(leaves.parts)}
+        targets: dict[str, Any] = {MODEL: _structs(parts), STATE: _structs(leaves.parts)}
         for section, structs in targets.items():
             _check(directory, section, structs, stored.get(section, {}))
         if args.optimizer_state is not None:
@@ -65,7 +65,8 @@ class ShardedParamsHandler(ocp.PyTreeCheckpointHandler):
         )
         if args.optimizer_state is None:
             return params
-        values = leaves.read_values(_Values(Path(directory), found.get(VALUES, {})))
+        saved: Any = _Values(Path(directory), found.get(VALUES, {}))
+        values = leaves.read_values(saved)
         return params, leaves.joined([from_canonical_arrays(part, found[STATE]) for part in leaves.parts], values)
 
 

@@ -106,6 +106,10 @@ class Save:
     def __init__(self, path: Path | str, processes: Processes, about: Mapping[str, Any] | None) -> None:
         self.path, self.processes, self.token = path, processes, ""
         self._about, self._begun = about, False
+        self._sections: Mapping[str, Sharding] = {}
+        self._places: tuple[int, ...] = ()
+        self._values: dict[str, np.ndarray] = {}
+        self._arrays: Callable[[int], Any] = {}.pop
 
     def begin(self, contents: Callable[[], Contents], *, copies: bool) -> None:
         """Create the folder. All processes call it. If it raises, nothing is left.

@@ -154,17 +154,18 @@ def gather(
 
 def in_arrays(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> Any:
     """The gradients of a bucket's leaves in the form of its gathered arrays, with 0 in the padding."""
-    return _transposed(
+    return transposed(
         lambda arrays: tree.leaves_of(bucket, bucket.from_unsharded(arrays)), bucket.unsharded_shapes(), grads
     )
 
 
 def in_line(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> jax.Array:
     """The gradients of a bucket's leaves as one line, of shape (gathered_numel,), with 0 in the padding."""
-    return _transposed(lambda line: tree.cut(bucket, line), (bucket.layout.gathered_numel,), grads)
+    return transposed(lambda line: tree.cut(bucket, line), (bucket.layout.gathered_numel,), grads)
 
 
-def _transposed(leaves_of: Callable[[Any], dict[str, jax.Array]], shapes: Any, grads: dict[str, jax.Array]) -> Any:
+def transposed(leaves_of: Callable[[Any], dict[str, jax.Array]], shapes: Any, grads: dict[str, jax.Array]) -> Any:
+    """The gradients of a bucket's leaves in the form that `leaves_of` cuts them out of, of these shapes."""
     dtype = next(iter(grads.values())).dtype
     is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
     structs = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=is_shape)

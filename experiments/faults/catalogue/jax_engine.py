@@ -36,12 +36,12 @@ def psum_in_the_loss() -> Iterator[None]:
 def gradient_transposed() -> Iterator[None]:
     from jax_backend.engine import _gather as gather
 
-    right, path = gather.joined, "blocks.0.attention.query.kernel"
+    right, path = gather.transposed, "blocks.0.attention.query.kernel"
 
-    def joined(tree: Any, bucket: Any, grads: dict[str, Any]) -> Any:
-        return right(tree, bucket, {name: grad.T if name == path else grad for name, grad in grads.items()})
+    def transposed(leaves_of: Any, shapes: Any, grads: dict[str, Any]) -> Any:
+        return right(leaves_of, shapes, {name: grad.T if name == path else grad for name, grad in grads.items()})
 
-    with patched(gather, "joined", joined):
+    with patched(gather, "transposed", transposed):
         yield
 
 
@@ -75,10 +75,10 @@ def gathered_in_bfloat16() -> Iterator[None]:
 
     right = gather.all_gather
 
-    def all_gather(shard: Any, label: str, mesh: Any) -> Any:
+    def all_gather(shard: Any, label: str, mesh: Any, dim: int) -> Any:
         if label != "blocks.1":
-            return right(shard, label, mesh)
-        return right(shard.astype(jnp.bfloat16), label, mesh).astype(shard.dtype)
+            return right(shard, label, mesh, dim=dim)
+        return right(shard.astype(jnp.bfloat16), label, mesh, dim=dim).astype(shard.dtype)
 
     with patched(gather, "all_gather", all_gather):
         yield
