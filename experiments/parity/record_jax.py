@@ -82,11 +82,13 @@ def shard_model(settings: RunSettings, params: Any, mesh: Mesh) -> ShardedParams
 
 
 def optimizer_of(settings: RunSettings) -> Any:
-    """The optimizer of a run, on shards."""
+    """The optimizer of a run, on shards. A fault may replace the functions of optax by its own, which are elementwise too."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "sgd":
-        return sharded_optimizer(optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=MOMENTUM)))
-    return sharded_optimizer(optax.adamw(rate, weight_decay=decay))
+        made = optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=MOMENTUM))
+    else:
+        made = optax.adamw(rate, weight_decay=decay)
+    return sharded_optimizer(made, elementwise=bool(settings.fault))
 
 
 # Compiling a second program takes longer than the interiors of so many steps.
