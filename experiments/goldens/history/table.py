@@ -21,10 +21,12 @@ def write_table(of: str) -> Path:
 
 
 def _text(of: str) -> str:
-    changes = read_changes(of)
+    every = read_changes(of)
     paths = (RESULTS / of / name for name in ("first.json", "corrected.json"))
     first, corrected = (_read(path) if path.exists() else None for path in paths)
     assert first is not None
+    changes = tuple(change for change in every if change.name in first["answers"])
+    missing = [change.name for change in every if change not in changes]
     lines = [
         f"# {_TITLES[of]}",
         "",
@@ -35,6 +37,7 @@ def _text(of: str) -> str:
         "",
         *_summary("First run", changes, first),
         *(_summary("Corrected run", changes, corrected) if corrected else []),
+        *([f"- Not run yet: {', '.join(missing)}."] if missing else []),
         "",
         "Statuses: 0 equal or rounding, 1 a bug, 2 failed, 3 undecided, 4 other settings, batches or initial values.",
         "",
