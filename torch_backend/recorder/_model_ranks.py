@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.recording.event_format import INPUT, OUTPUT
 from torch_backend.ranks._collectives import Communicator, default_process_group
-from torch_backend.recorder._partition import Partition, joined
+from torch_backend.recorder._partition import Partition, Pieces, joined
 
 _ROWS, _COLUMNS = 0, 1
 _POSITIONS = 1
@@ -46,7 +46,7 @@ class ModelRanks:
         shard: int,
         params: Mapping[str, Tensor],
         axes: Axes | None = None,
-        partitions: Mapping[str, Partition] | None = None,
+        partitions: Mapping[str, Partition | Pieces] | None = None,
     ) -> None:
         """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it.
 
@@ -64,6 +64,8 @@ class ModelRanks:
         self.group, self._ranks = group, Communicator(group)
         self.ranks = self._ranks.ranks
         meshes = {param.device_mesh for param in params.values() if isinstance(param, DTensor)}
+        specs = [each.spec for each in (partitions or {}).values() if isinstance(each, Pieces)]
+        meshes |= {spec.mesh for spec in specs if spec is not None}
         own = axes_of(meshes) if axes is None else axes
         self.axes = {name: ranks for name, ranks in own.items() if {*ranks} <= {*self.ranks}}
         # By axis, and by rank, the first rank of its group on that axis.
@@ -71,7 +73,9 @@ class ModelRanks:
         for rank, of_rank in zip(self.ranks, self._ranks.gather_objects(self.axes), strict=True):
             for name, ranks in of_rank.items():
                 self._firsts.setdefault(name, {})[rank] = ranks[0]
-        self._partitions = {id(params[name]): each for name, each in (partitions or {}).items()}
+        self._partitions = {
+            id(params[name]): each for name, each in (partitions or {}).items() if isinstance(each, Partition)
+        }
         # The dim on which ranks hold parts of an activation, by its shape on the first one; None: they also hold whole ones.
         self._dims: dict[tuple[int, ...], int | None] = {}
         # (samples, positions) of a batch of tokens that all ranks were given; None: another kind of batch, or not the same.
@@ -166,7 +170,8 @@ class ModelRanks:
         return joined(parts, dim, runs), None
 
     def _weight(self, module: nn.Module | None) -> "_Weight | None":
-        weight = None if module is None else module._parameters.get("weight")
+        # A flat parameter has no parameters in modules, which use views of it.
+        weight = None if module is None else module._parameters.get("weight", module.__dict__.get("weight"))
         if weight is None or module is None:
             return None
         partition = self._partitions.get(id(weight))
@@ -236,7 +241,7 @@ def component(groups: Iterable[Sequence[int]], among: Sequence[int]) -> tuple[in
     return ordered.index(first[dist.get_rank()]), len(ordered)
 
 
-def full(tensor: Tensor, partition: Partition | None = None) -> Tensor:
+def full(tensor: Tensor, partition: Partition | Pieces | None = None) -> Tensor:
     """All elements, gathered over all ranks that have some.
 
     Args:
@@ -247,10 +252,10 @@ def full(tensor: Tensor, partition: Partition | None = None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def set_full(param: Tensor, values: Tensor, partition: Partition | None = None) -> None:
+def set_full(param: Tensor, values: Tensor, partition: Partition | Pieces | None = None) -> None:
     """Set a parameter, in place, to values that all ranks have in full."""
     if partition is not None:
-        param.copy_(partition.own(values))
+        partition.set(param, values)
     elif isinstance(param, DTensor):
         mesh = param.device_mesh
         same = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)

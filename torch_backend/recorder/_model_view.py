@@ -22,13 +22,12 @@ from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import ModelRanks, full, hash_of
-from torch_backend.recorder._partition import Partition
+from torch_backend.recorder._partition import Partition, Pieces, local_of
 from torch_backend.recorder._pipeline import Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
     joined_by,
-    local_of,
     of_sequences,
     ours,
     torch_fsdp1,
@@ -59,7 +58,7 @@ class Held:
     param: Tensor
     part: tuple[int, int] | None = None
     divided: bool = False
-    partition: Partition | None = None
+    partition: Partition | Pieces | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""

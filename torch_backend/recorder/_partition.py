@@ -1,4 +1,4 @@
-"""Weights that ranks divide without DTensors, as Megatron-LM does, by attributes of parameters or as the user states.
+"""Weights that ranks divide without DTensors: as Megatron-LM does or the user states, and as pieces of flat parameters.
 
 Megatron-LM marks a divided parameter by `tensor_model_parallel`, `partition_dim` and `partition_stride`. With a stride of n, the
 parameter consists of n runs along the dim, and a rank has its part of each of them.
@@ -8,12 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from crossframe.errors import UsageError
+from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.ranks._collectives import Communicator
 
 _STATE = "megatron.core.parallel_state"
@@ -46,6 +49,91 @@ class Partition:
         """This rank's elements."""
         runs = full.chunk(self.stride, self.dim)
         return torch.cat([run.chunk(self.ranks.size, self.dim)[self.ranks.rank] for run in runs], self.dim)
+
+    def set(self, param: Tensor, full: Tensor) -> None:
+        """Set this rank's part, in place."""
+        param.copy_(self.own(full))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How ranks have a parameter of a flat or ragged layout, or one inside a flat parameter: a range of elements each.
+
+    Attributes:
+        ranks: the shard group; None: this rank alone.
+        ranges: by rank the elements, the parameter taken as one row-major line.
+        part: where they lie in this rank's tensor; None: it has no others.
+        shape: of the parameter; under tensor parallelism of this rank's part of it.
+        spec: the DTensor of which it is the local part; None: it is whole.
+    """
+
+    ranks: Communicator | None
+    ranges: Sequence[tuple[int, int]]
+    part: tuple[int, int] | None
+    shape: tuple[int, ...]
+    spec: Any = None
+
+    def full_shape(self, _: Tensor) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.shape if self.spec is None else tuple(self.spec.shape)
+
+    def full(self, own: Tensor) -> Tensor:
+        """All elements. All ranks call it."""
+        here, found = self._here(own), []
+        if self.ranks is None:
+            found.append(here)
+        else:
+            sent = here.new_zeros(max(stop - start for start, stop in self.ranges))
+            sent[: here.numel()] = here
+            every = zip(self.ranks.gather_all(sent), self.ranges, strict=True)
+            found += [piece[: stop - start] for piece, (start, stop) in every]
+        whole = torch.cat(found).reshape(self.shape)
+        if self.spec is None:
+            return whole
+        mesh, placements = self.spec.mesh, self.spec.placements
+        made = DTensor.from_local(
+            whole, mesh, placements, run_check=False, shape=self.spec.shape, stride=self.spec.stride
+        )
+        return made.full_tensor()
+
+    def set(self, param: Tensor, full: Tensor) -> None:
+        """Set this rank's elements, in place."""
+        if self.spec is not None:
+            mesh = self.spec.mesh
+            same = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            full = same.redistribute(placements=self.spec.placements)._local_tensor
+        start, stop = self.ranges[0 if self.ranks is None else self.ranks.rank]
+        self._here(param).copy_(full.reshape(-1)[start:stop])
+
+    def complete(self, own: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """What any rank has of a parameter, by name. A rank without elements may have none: of tensors it has empty ones."""
+        if self.ranks is None:
+            return dict(own)
+        every = self.ranks.gather_objects({k: None if isinstance(v, Tensor) else v for k, v in own.items()})
+        empty = local_of(like).new_zeros(0)
+        others = {k: empty if v is None else v for of_rank in every for k, v in of_rank.items()}
+        return {k: own.get(k, v) for k, v in others.items()}
+
+    def _here(self, own: Tensor) -> Tensor:
+        local = local_of(own).reshape(-1)
+        return local if self.part is None else local[self.part[0] : self.part[1]]
+
+
+def parts_of_dtensors(params: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """By name the parameters that torch's DistributedDataParallel has made local parts of DTensors."""
+    specs = {name: getattr(param, "_st_info", None) for name, param in params.items()}
+    return {
+        name: Pieces(None, [(0, params[name].numel())], None, tuple(params[name].shape), spec)
+        for name, spec in specs.items()
+        if spec is not None
+    }
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    if isinstance(tensor, PieceTensor):
+        return tensor.local
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def joined(parts: Sequence[Tensor], dim: int, runs: int = 1) -> Tensor:

@@ -23,7 +23,7 @@ from torch_backend.ranks._collectives import Communicator, axis_name, default_pr
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import Axes, ModelRanks, axes_of, component, hash_of
-from torch_backend.recorder._partition import Partition, partitions_of
+from torch_backend.recorder._partition import Partition, Pieces, partitions_of, parts_of_dtensors
 from torch_backend.recorder._pipeline import Pipeline
 
 # Weights of experts have a dim of experts.
@@ -46,6 +46,7 @@ class Bucket:
         places: of each parameter the modules and attributes that forward reads.
         is_flat: whether `params` is one flat parameter, this rank's shard.
         ranges: which elements the engine itself says are here, where it does; None where it says nothing.
+        specs: of each parameter that of the DTensor of which it is the local part, None of the others; empty: there are none.
     """
 
     unit: str
@@ -55,6 +56,7 @@ class Bucket:
     places: Sequence[Sequence[Registered]]
     is_flat: bool = False
     ranges: Sequence[Range] | None = None
+    specs: Sequence[Any] = ()
 
     def stated_range(self, i: int) -> Range | None:
         """Which elements of a parameter the engine says are here."""
@@ -76,7 +78,7 @@ class Engine:
             same where the place is. Then the place follows from them.
         is_divided: whether ranks with one batch have parts of parameters.
         expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
-        partitions: of parameters that are divided without DTensors.
+        partitions: of parameters that are divided without DTensors, or into pieces.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
         tensor_ranks: those of them that have the same positions of sequences; None: this rank alone.
     """
@@ -93,7 +95,7 @@ class Engine:
     axes: Axes | None = None
     is_divided: bool = False
     expert_axes: frozenset[str] = frozenset()
-    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    partitions: Mapping[str, Partition | Pieces] = field(default_factory=dict)
     model_ranks: ModelRanks | None = None
     tensor_ranks: ModelRanks | None = None
 
@@ -118,21 +120,15 @@ class Engine:
         return [""] if self.reads_all_at_once else bucket.modules
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    if isinstance(tensor, PieceTensor):
-        return tensor.local
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def ours(model: nn.Module) -> Engine:
     """Ours, under either interface."""
     named = named_units(model, rename=canonical_name)
     first = named[0].unit
     for unit in named:
         unit.check_whole()
-    tp_params = (param for unit in named for each in unit.buckets for param in each.bucket.registrar.tp_params)
-    if any(param is not None for param in tp_params):
+    registrars = [each.bucket.registrar for unit in named for each in unit.buckets]
+    is_divided = any(param is not None for registrar in registrars for param in registrar.tp_params)
+    if is_divided and any(isinstance(param, DTensor) for registrar in registrars for param in registrar.managed()):
         return _ours_divided(model, named)
     if any(each.unit.mesh.spec != first.mesh.spec for each in named):
         raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
@@ -145,7 +141,8 @@ def ours(model: nn.Module) -> Engine:
                 places[i].append((module, attribute))
             managed = registrar.managed()
             is_flat = getattr(managed[0], "_fsdp_flattened", False)
-            buckets.append(Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat))
+            specs = [None if param is None else param.spec for param in registrar.tp_params]
+            buckets.append(Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat, specs=specs))
     compute = name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None
     mesh = first.mesh
 
@@ -166,6 +163,7 @@ def ours(model: nn.Module) -> Engine:
         buckets,
         compute_dtype=compute,
         names=names,
+        is_divided=is_divided,
     )
 
 
@@ -189,6 +187,7 @@ def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
         tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
         buckets,
         compute_dtype=name_or_none(compute),
+        is_divided=any(bucket.specs for bucket in buckets),
     )
 
 
@@ -196,9 +195,6 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     flat = handle.flat_param
     prefix = f"{name}." if name else ""
     names = [prefix + canonical_name(each) for each in flat._fqns]
-    for each, extension in zip(names, flat._param_extensions, strict=True):
-        if extension is not None:
-            raise UnsupportedError(f"parameter {each!r} is a part of a DTensor: {_DIVIDED_FSDP1}")
     places: list[list[Registered]] = [[(info.module, info.param_name)] for info in flat._param_infos]
     order = {(id(info.module), info.param_name): i for i, info in enumerate(flat._param_infos)}
     aliases: list[list[str]] = [[] for _ in names]
@@ -226,7 +222,9 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
         (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         for info in flat._shard_param_infos
     ]
-    return Bucket(name, (name,), layout, params, places, not keeps, ranges)
+    extensions = list(flat._param_extensions)
+    specs = extensions if any(each is not None for each in extensions) else ()
+    return Bucket(name, (name,), layout, params, places, not keeps, ranges, specs)
 
 
 def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> Engine:
@@ -346,8 +344,7 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
             return engine
         if not engine.is_divided and any(of_rank for _, of_rank in every):
             axes = pipeline.axes_of_others([of_rank or {} for _, of_rank in every])
-    if engine.is_flat:
-        raise UnsupportedError(_DIVIDED_FSDP1)
+    pieces = _pieces(engine)
     if axes is not None:
         if engine.expert_axes and inputs:
             differ = _have_other_batches(axes, inputs)
@@ -355,9 +352,10 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
         among = pipeline.replicas if pipeline is not None else default_process_group()
         place = component(axes.values(), dist.get_process_group_ranks(among))
         engine = replace(engine, replicas=place, groups=(among,) if among.size() > 1 else ())
-    ranks = ModelRanks(engine.replicas[0], engine.shards[0], engine.params, axes, engine.partitions)
+    params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
+    ranks = ModelRanks(engine.replicas[0], engine.shards[0], params, axes, {**engine.partitions, **pieces})
     groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
-    return replace(_of_full(engine), groups=groups, model_ranks=ranks, tensor_ranks=ranks)
+    return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=ranks)
 
 
 def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
@@ -367,14 +365,48 @@ def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
     return any(Communicator(default_process_group()).gather_objects(own))
 
 
-def _of_full(engine: Engine) -> Engine:
-    """The engine with the layout of full parameters over the data-parallel ranks."""
+def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
+    """The engine with the layout of full parameters over the data-parallel ranks.
+
+    Args:
+        pieces: of the parameters of flat and ragged layouts.
+    """
+    buckets = []
+    for each in engine.buckets:
+        specs, params = _each(each)
+        full = tuple(
+            replace(spec, shape=pieces[spec.name].full_shape(param)) if spec.name in pieces else spec
+            for spec, param in zip(specs, params, strict=True)
+        )
+        layout = PerParamLayout(full, engine.shards[1], (0,) * len(full))
+        buckets.append(replace(each, layout=layout, params=params, is_flat=False, ranges=None))
+    return replace(engine, buckets=buckets, names=None, partitions={**engine.partitions, **pieces})
+
+
+def _each(bucket: Bucket) -> tuple[Sequence[ParamSpec], Sequence[Tensor]]:
+    """The parameters of a bucket, and what the optimizer has of each: of a flat parameter the same for all."""
+    specs = bucket.layout.params
+    return specs, [bucket.params[0]] * len(specs) if bucket.is_flat else bucket.params
+
+
+def _pieces(engine: Engine) -> dict[str, Pieces]:
+    """The pieces that ranks have of parameters that are no DTensors and not whole."""
     size = engine.shards[1]
-    buckets = [
-        replace(each, layout=PerParamLayout(each.layout.params, size, (0,) * len(each.params)), ranges=None)
-        for each in engine.buckets
-    ]
-    return replace(engine, buckets=buckets, names=None)
+    ranks = Communicator(engine.groups[0]) if size > 1 else None
+    found = {}
+    for bucket in engine.buckets:
+        of_ranks = [{piece.name: piece for piece in bucket.layout.pieces(rank)} for rank in range(size)]
+        here, is_divided = of_ranks[engine.shards[0]], any(spec is not None for spec in bucket.specs)
+        for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
+            if isinstance(param, DTensor) or not (size > 1 or bucket.is_flat or is_divided):
+                continue
+            own = [each.get(spec.name) for each in of_ranks]
+            ranges = [(0, 0) if piece is None else (piece.param_start, piece.param_stop) for piece in own]
+            piece = here.get(spec.name)
+            part = (0, 0) if piece is None else (piece.shard_start, piece.shard_stop)
+            dtensor = bucket.specs[i] if bucket.specs else None
+            found[spec.name] = Pieces(ranks, ranges, part if bucket.is_flat else None, tuple(spec.shape), dtensor)
+    return found
 
 
 def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = None) -> Engine:
@@ -384,18 +416,15 @@ def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = N
     Args:
         pipeline: the stages of which the model is one. Each stage has its own ranks.
     """
-    if engine.is_flat:
-        raise UnsupportedError(
-            "context parallelism is recorded without FSDP and under fully_shard with the layout per_param"
-        )
     tensor_ranks = engine.model_ranks
     axes = {context.axis: context.ranks} | (dict(tensor_ranks.axes) if tensor_ranks else {})
     among = range(dist.get_world_size()) if pipeline is None else dist.get_process_group_ranks(pipeline.replicas)
     index, size = component([context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], among)
-    model_ranks = ModelRanks(0, index, engine.params, axes, engine.partitions)
-    whole = replace(engine, shards=(index, size))
+    pieces = _pieces(engine) if tensor_ranks is None else {}
+    params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
+    model_ranks = ModelRanks(0, index, params, axes, {**engine.partitions, **pieces})
     return replace(
-        _of_full(whole),
+        _of_full(replace(engine, shards=(index, size)), pieces),
         strategy=_strategy(size, 1, keeps=False),
         replicas=(0, 1),
         groups=(*engine.groups, model_ranks.group),
@@ -421,7 +450,14 @@ def unsharded(
     if any(isinstance(param, DTensor) for param, _, _ in params.values()):
         return _tensor_parallel(model, params, units)
     group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
-    partitions = partitions_of({name: each for name, (each, _, _) in params.items()}, tensor_parallel, partition or {})
+    own = {name: each for name, (each, _, _) in params.items()}
+    if parts := parts_of_dtensors(own):
+        return _divided(
+            *("torch DDP", params, units, None, group, Strategy.NO_SHARD, None),
+            reads_all_at_once=True,
+            partitions=parts,
+        )
+    partitions = partitions_of(own, tensor_parallel, partition or {})
     if partitions:
         ranks = next(iter(partitions.values())).ranks
         axes = {axis_name(ranks.group, "tp"): ranks.ranks}
@@ -452,10 +488,6 @@ def unsharded(
 
 def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> Engine:
     """Tensor parallelism alone. Ranks along axes over which no parameter is sharded are replicas."""
-    if module_tree.is_ddp(model):
-        raise UnsupportedError(
-            "DTensors under DistributedDataParallel are not recorded; use fully_shard over the data-parallel axis"
-        )
     sharded = [
         (param, param.device_mesh, axis)
         for param, _, _ in params.values()
@@ -510,7 +542,7 @@ def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[t
 
 
 def _specs(
-    params: dict[str, Any], names: Sequence[str], dtype: str, partitions: Mapping[str, Partition] | None = None
+    params: dict[str, Any], names: Sequence[str], dtype: str, partitions: Mapping[str, Partition | Pieces] | None = None
 ) -> tuple[ParamSpec, ...]:
     shapes = {name: tuple(params[name][0].shape) for name in names}
     shapes |= {name: each.full_shape(params[name][0]) for name, each in (partitions or {}).items() if name in shapes}

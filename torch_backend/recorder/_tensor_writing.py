@@ -23,6 +23,8 @@ from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
+from torch_backend.recorder._partition import Partition
+from torch_backend.recorder._partition import Pieces as PiecesOfRanks
 from torch_backend.recorder._sketch import sample_of, sketches_of
 
 Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
@@ -40,7 +42,8 @@ class Keeper:
         self._params = {id(held.param) for held in view.held}
         self._specs = writer.manifest.params
         self._modules = {name: module for module, name in view.watched.items()}
-        self._partitions = {held.name: held.partition for held in view.held}
+        # Forward has whole parameters of which ranks have pieces.
+        self._partitions = {held.name: held.partition for held in view.held if isinstance(held.partition, Partition)}
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         """Whether any of an optimizer's parameters belong to the model."""
@@ -59,7 +62,9 @@ class Keeper:
         """
         found = False
         for unit, held in self._by_unit():
-            grads = ((each, each.param.grad) for each in held if each.param.grad is not None)
+            grads = [
+                (each, grad) for each in held if (grad := _complete(each, {"": each.param.grad}).get("")) is not None
+            ]
             unscaled = ((each, grad if scale == 1.0 else grad / scale) for each, grad in grads)
             pieces = self._pieces(step, REDUCE, unscaled)
             if pieces:
@@ -129,9 +134,10 @@ class Keeper:
             slots: dict[str, Pieces] = {}
             for each in held:
                 state = next((o.state[each.param] for o in optimizers if each.param in o.state), {})
+                state = _complete(each, {k: v for k, v in state.items() if k == COUNT or _is_like(each.param, k, v)})
                 if COUNT in state:
                     counts[each.name] = float(state[COUNT])
-                alike = {"": each.param} | {k: value for k, value in state.items() if _is_like(each.param, k, value)}
+                alike = {"": each.param} | {k: value for k, value in state.items() if k != COUNT}
                 here = {slot: each.of(value) for slot, value in alike.items()}
                 self._compare(step, each, here)
                 values = self._kept(self._numel(each), list(here.values()), each.start)
@@ -204,6 +210,16 @@ class Keeper:
         if self.writer.manifest.detail == "sketch" and numel > WHOLE:
             return list(sketches_of(own, start))
         return [to_numpy(tensor) for tensor in own]
+
+
+def _complete(held: Held, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is of a parameter's gradient or state, by name. Where ranks have pieces of it, other ranks' too."""
+    own = {
+        k: float(v) if k == COUNT and isinstance(held.partition, PiecesOfRanks) else v
+        for k, v in own.items()
+        if v is not None
+    }
+    return held.partition.complete(own, held.param) if isinstance(held.partition, PiecesOfRanks) else own
 
 
 def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:

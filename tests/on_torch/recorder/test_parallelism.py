@@ -98,14 +98,21 @@ def train(
         data_rank = rank // 2
         mesh = init_device_mesh("cpu", (data_size, 2), mesh_dim_names=("dp", "tp"))
         divide(model, mesh["tp"], sequence=sequence)
-        package: Any = {"torch": theirs, "ours": ours}.get(kind)
-        if package is not None:
+        package: Any = theirs if "torch" in kind else ours if "ours" in kind else None
+        if "FSDP1" in kind:
+            options: dict[str, Any] = {"use_orig_params": "original" in kind, "device_id": torch.device("cpu")}
+            wrap = partial(package.FullyShardedDataParallel, device_mesh=mesh["dp"], **options)
+            model.blocks = nn.ModuleList(map(wrap, model.blocks))
+            model = wrap(model)
+        elif kind == "DDP":
+            model = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
+        elif package is not None:
             for block in model.blocks:
                 package.fully_shard(block, mesh=mesh["dp"])
             package.fully_shard(model, mesh=mesh["dp"])
     if damped:
         model.blocks[1].register_forward_hook(lambda module, args, output: output * 0.999)
-    weight = model.blocks[1].norm.weight
+    weight = None if "FSDP1" in kind or kind == "DDP" else model.blocks[1].norm.weight
     if sums_late:
         weight.register_hook(lambda grad: grad * (0.25 if rank % 2 else 0.75))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -134,8 +141,21 @@ def alone(ranks, tmp_path_factory):
     return Recording.open(directory)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensors", "sequence"])
-@pytest.mark.parametrize(("kind", "num_ranks"), [("tp", 2), ("torch", 4), ("ours", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "sequence"),
+    [
+        *(
+            (kind, ranks, sequence)
+            for kind, ranks in (("tp", 2), ("torch", 4), ("ours", 4))
+            for sequence in (False, True)
+        ),
+        ("FSDP1 ours", 4, False),
+        ("FSDP1 torch original", 4, False),
+        pytest.param("FSDP1 torch", 4, False, marks=pytest.mark.exhaustive),
+        pytest.param("FSDP1 ours original", 4, False, marks=pytest.mark.exhaustive),
+        ("DDP", 4, False),
+    ],
+)
 def test_a_divided_replica_is_recorded_as_one_device_is(ranks, tmp_path, alone, kind, num_ranks, sequence):
     directory = str(tmp_path / "run")
     ranks.run(num_ranks, partial(train, sequence=sequence), kind, directory)
@@ -463,6 +483,11 @@ def train_on_parts(rank: int, world_size: int, kind: str, directory: str, *, dam
         model.norm.register_forward_hook(lambda module, args, output: output * 0.999)
     if kind == "ours":
         ours.fully_shard(model)
+    elif kind.startswith("FSDP1"):
+        package = theirs if "theirs" in kind else ours
+        model = package.FullyShardedDataParallel(
+            model, use_orig_params="original" in kind, device_id=torch.device("cpu")
+        )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     options: dict[str, Any] = {"name": "net", "every": 1, "dense": 1, "context": group, "context_order": "head_tail"}
     with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
@@ -484,7 +509,17 @@ def train_on_parts(rank: int, world_size: int, kind: str, directory: str, *, dam
             recorder.step(loss=loss)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 2), ("ours", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        ("plain", 2),
+        ("ours", 4),
+        ("FSDP1 ours", 4),
+        ("FSDP1 theirs original", 4),
+        pytest.param("FSDP1 theirs", 4, marks=pytest.mark.exhaustive),
+        pytest.param("FSDP1 ours original", 4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_parts_of_sequences_are_recorded_as_whole_ones(ranks, tmp_path, kind, num_ranks):
     directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
     ranks.run(1, train_on_parts, "one", directories["one"])
