@@ -78,17 +78,25 @@ def _applied(own: Callable, params: Any, updates: Any) -> Any:
     values = {
         what: tuple(Value(leaf) for leaf in each.values()) for what, each in (("before", before), ("after", after))
     }
-    if not isinstance(collector, Root):
-        _drop_parameters(collector)
-    collector.add([Tap(APPLY, (tuple(before),), values)])
+    tap = Tap(APPLY, (tuple(before),), values)
+    if isinstance(collector, Root):
+        collector.add([tap])
+    else:
+        _add_application(collector, tap)
     return result
 
 
-def _drop_parameters(collector: Collector) -> None:
-    """Leave parameters out of the tap of an update that optax adds: the tap of that has them, and a scan would return both."""
-    for i, tap in enumerate(collector.taps):
-        if tap.kind == UPDATE and tap.values["before"]:
-            collector.taps[i] = replace(tap, values={**tap.values, "before": (), "updates": ()})
+def _add_application(collector: Collector, application: Tap) -> None:
+    """Add the tap of an application of updates, unless it is of a part of them: haliax adds those of each parameter by itself.
+
+    The tap of the update then needs no parameters, which a scan would return twice.
+    """
+    updates = [(i, tap) for i, tap in enumerate(collector.taps) if tap.kind == UPDATE]
+    if updates and len(application.about[0]) < len(updates[-1][1].about[0]):
+        return
+    for i, tap in updates:
+        collector.taps[i] = replace(tap, values={**tap.values, "before": (), "updates": ()})
+    collector.add([application])
 
 
 def _floating(tree: Any) -> dict[str, Any]:

@@ -472,11 +472,17 @@ result = params
 """Updates are added by the script, outside of jit."""
 
 ADDED_IN_JIT = NESTED.replace("optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)")
+ADDED_ONE_BY_ONE = EQUINOX.replace(
+    "eqx.apply_updates(model, updates)",
+    "jax.tree.map(lambda p, u: p if u is None else eqx.apply_updates(p, u), model, updates, is_leaf=lambda x: x is None)",
+)
+"""As haliax adds updates."""
 ADDED_IN_A_SCAN = IN_A_SCAN.replace("optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)")
 
 RECORDED = {
     "added_by_hand": ADDED_BY_HAND,
     "added_in_jit": ADDED_IN_JIT,
+    "added_one_by_one": ADDED_ONE_BY_ONE,
     "in_a_scan": IN_A_SCAN,
     "in_a_scan_outside_of_jit": OUTSIDE_OF_JIT,
     "ahead_of_time": AHEAD_OF_TIME,

@@ -38,6 +38,7 @@ MODULES = {
     "nnx": OF_NNX,
     "nnx_outside_of_jit": OF_NNX,
     "equinox": {"", "layers.0", "layers.2"},
+    "added_one_by_one": {"", "layers.0", "layers.2"},
 }
 ADAM = {"optimizer": "Adam", "eps": 1e-8, "betas": [0.9, 0.999]}
 ADAMW = {"optimizer": "AdamW", "lr": 0.01, "weight_decay": 1e-4, "eps": 1e-8, "betas": [0.9, 0.999]}
@@ -50,6 +51,7 @@ STATED = {
     "added_by_hand": {"optimizer": "SGD", "lr": 0.1},
     "meta_learned": {},  # two optimizers
     "equinox": ADAMW | {"clip": 1.0},
+    "added_one_by_one": ADAMW | {"clip": 1.0},
     "two_calls": ADAM,
     "eager": {"optimizer": "SGD", "lr": 0.1},
     "per_sample": {"optimizer": "SGD", "lr": 0.1},
