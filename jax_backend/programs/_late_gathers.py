@@ -130,10 +130,13 @@ class _LateGathers(Evaluation):
 
 
 def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The kind and the bucket of the collective that an equation belongs to."""
+    """The kind and the bucket of the collective that an equation belongs to. Arrays of a bucket are gathered together, and each is
+    reduced by itself."""
     stack = str(equation.source_info.name_stack)
-    found = ((kind, scope_label(kind, stack)) for kind in kinds)
-    return next(((kind, label.partition(OPERAND)[0]) for kind, label in found if label is not None), None)
+    for kind in kinds:
+        if (label := scope_label(kind, stack)) is not None:
+            return kind, label.partition(OPERAND)[0] if kind == ALL_GATHER else label
+    return None
 
 
 def _rounds_nothing(equation: JaxprEqn) -> bool:
