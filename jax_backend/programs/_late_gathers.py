@@ -130,8 +130,10 @@ class _LateGathers(Evaluation):
 
 
 def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The kind and the bucket of the collective that an equation belongs to. Arrays of a bucket are gathered together, and each is
-    reduced by itself."""
+    """The kind and the label of the collective that an equation belongs to.
+
+    Arrays of a bucket are gathered together, under the bucket's label, and each is reduced by itself.
+    """
     stack = str(equation.source_info.name_stack)
     for kind in kinds:
         if (label := scope_label(kind, stack)) is not None:
