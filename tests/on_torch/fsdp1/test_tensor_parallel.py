@@ -19,7 +19,6 @@ from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers import scripts
 from tests.on_torch.helpers.scripts import difference, outcomes
 from tests.on_torch.helpers.tensor_parallel import Block, Side, mesh_of
-from torch_backend.recorder import Recorder
 
 THEIRS, OURS = scripts.PACKAGES
 SGD = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
@@ -313,12 +312,6 @@ def _refused(rank, world_size, folder):
     over_group = side.model(use_orig_params=True, process_group=mesh["dp"].get_group())
     before = side.full(model)
 
-    def record():
-        with Recorder(folder / "run", model=model) as recorder:
-            loss = model(side.batch(0)).sum()
-            loss.backward()
-            recorder.step(loss=loss)
-
     with torch.no_grad():
         plain = {name: whole(value) for name, value in model.state_dict().items()}
     said = {
@@ -326,7 +319,6 @@ def _refused(rank, world_size, folder):
         "first": scripts.raised(lambda: wrapper.full_optim_state_dict(model, optimizer)),
         "checkpoint": scripts.raised(lambda: side.save_checkpoint(folder / "made", model)),
         "load": scripts.raised(lambda: side.load_checkpoint(folder / "made", model)),
-        "recorder": scripts.raised(record),
     }
     with wrapper.state_dict_type(over_group, side.StateDictType.SHARDED_STATE_DICT):
         said["group"] = scripts.raised(over_group.state_dict)
@@ -345,5 +337,4 @@ def test_tensor_parallelism_is_refused_where_it_is_not_supported(ranks, tmp_path
         assert "device_mesh=mesh['dp']" in said["group"]
         for name in ("checkpoint", "load", "fully_shard"):
             assert "tensor parallel" in said[name] and "torch.distributed.checkpoint" in said[name]
-        assert "not under FullyShardedDataParallel" in said["recorder"]
     assert not list(tmp_path.iterdir())
