@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jax_backend.programs._jaxpr import Evaluation, transformed
-from jax_backend.ranks._collectives import OPERAND, WEIGHTS, scope_label, scope_name
+from jax_backend.ranks._collectives import WEIGHTS, bucket_label, scope_label, scope_name
 
 
 def gather_late(fun: Callable, mapped_axes: tuple[str, ...] | None = None) -> Callable:
@@ -137,7 +137,7 @@ def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | No
     stack = str(equation.source_info.name_stack)
     for kind in kinds:
         if (label := scope_label(kind, stack)) is not None:
-            return kind, label.partition(OPERAND)[0] if kind == ALL_GATHER else label
+            return kind, bucket_label(label) if kind == ALL_GATHER else label
     return None
 
 

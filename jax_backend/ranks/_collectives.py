@@ -47,15 +47,24 @@ def any_label(name_stack: str) -> str | None:
     return found[-1][1] if found else None
 
 
+def bucket_label(label: str) -> str:
+    """The label of the bucket that a collective with this label belongs to.
+
+    >>> bucket_label("blocks.0#1:3"), bucket_label("a:b")
+    ('blocks.0#1', 'a:b')
+    """
+    return _OF_AN_OPERAND.sub("", label)
+
+
 def parts_of(label: str) -> tuple[str, int, str]:
     """The unit of a label, the index of its bucket, and that of an array in the bucket, or "".
 
     >>> parts_of("blocks.0"), parts_of("blocks.0#1:3")
     (('blocks.0', 0, ''), ('blocks.0', 1, '3'))
     """
-    bucket, _, operand = label.rpartition(OPERAND) if _OF_AN_OPERAND.search(label) else (label, "", "")
+    bucket = bucket_label(label)
     unit, _, index = bucket.partition("#")
-    return unit, int(index or 0), operand
+    return unit, int(index or 0), label[len(bucket) :].removeprefix(OPERAND)
 
 
 def all_gather(shard: jax.Array, label: str, mesh: Mesh | None = None, *, dim: int = -1) -> jax.Array:
