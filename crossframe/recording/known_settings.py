@@ -18,6 +18,8 @@ FORWARD_OPTION = "--forward"
 """The option of RECORD that records calls of a model instead of training."""
 PER_RANK = "per_rank_statistics"
 """Names of modules whose output for a sample depends on the other samples of the rank, as that of batch norm in training."""
+NOT_RECORDED = "not_recorded"
+"""Names of parameters of the model that are not recorded, such as those that its FSDP ignores."""
 GROUPS = "param_groups"
 """A list of parameter groups whose optimizer settings differ from the others: {"params": [names], "lr": ..., ...}."""
 LOSSES, MEAN = "losses", "mean"
@@ -69,6 +71,7 @@ _KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {
     LOSSES: ("a name", _is_text),
     FORWARD_ONLY: ("true or false", lambda value: isinstance(value, bool)),
     PER_RANK: ("a list of names", lambda value: _are(value, _is_text)),
+    NOT_RECORDED: ("a list of names", lambda value: _are(value, _is_text)),
     GROUPS: ("a list of groups of parameters", lambda value: _are(value, _is_group)),
     PROGRAM: ("an object of names, numbers and flags", lambda value: _is_program(value)),
 }

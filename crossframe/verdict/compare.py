@@ -48,6 +48,7 @@ from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.model_ranks import model_ranks_differ
 from crossframe.verdict.one_naming import in_one_naming
+from crossframe.verdict.one_sided import recorded_on_one_side
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unequal_dtypes import describe_precisions
 from crossframe.verdict.unused_values import UnusedValues
@@ -227,7 +228,7 @@ def compare(
         parted=findings.entry_for(first),
         bits=bits and describe_bits(bits, findings),
         directions=directions,
-        notes=(*filter(None, (naming.note, without_use)), *_notes(pair, names)),
+        notes=(*filter(None, (naming.note, naming.unrecorded, without_use)), *_notes(pair, names, own=not naming.note)),
         environments=environments_of(a, b, verdict, where, names),
     )
 
@@ -308,8 +309,12 @@ def _known_beforehand(quantity: Quantity) -> float:
     return (quantity.bound or 0.0) * quantity.scale
 
 
-def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
-    """Differences between the recordings that do not affect the comparison."""
+def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
+    """Differences between the recordings that do not affect the comparison.
+
+    Args:
+        own: whether both have names of their own that are the same.
+    """
     optimizers = [recording.manifest.settings.get("optimizer") for recording in (pair.a, pair.b)]
     if (
         None not in optimizers
@@ -326,6 +331,8 @@ def _notes(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
             f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with other "
             "arrays; activations are matched by sample"
         )
+    if own and pair.a.manifest.framework == pair.b.manifest.framework:
+        yield from recorded_on_one_side(pair, names)
     if texts := list(pair.of_other_shapes.values()):
         more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
         yield f"{texts[0]}{more}; these are not compared"

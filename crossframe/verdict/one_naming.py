@@ -5,8 +5,8 @@ the parameters is the user's, or else it is derived from the initial values of b
 """
 
 import functools
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass, replace
 
 from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, match_activations, unlike_other_layers
 from crossframe.alignment.models import read_recordings
@@ -16,6 +16,7 @@ from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS
 from crossframe.recording.idle import idle_parameters
+from crossframe.recording.known_settings import NOT_RECORDED
 from crossframe.recording.mapped import MappedRecording, Of, mapped, with_identities
 from crossframe.verdict.measure.comparable import labels
 
@@ -30,12 +31,14 @@ class OneNaming:
     Attributes:
         a, b: the recordings, one of them a view if their names differ.
         note: how the names were matched, as a sentence; "" if they are the same.
+        unrecorded: which parameters one side alone has recorded, as a sentence; "" if there are none.
         problem: why they could not be matched, as a clause, or "".
     """
 
     a: Recording
     b: Recording
     note: str = ""
+    unrecorded: str = ""
     problem: str = ""
 
 
@@ -51,8 +54,25 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
     Raises:
         MappingError: the map does not fit the recordings.
     """
-    if param_map is not None:
-        return _by_map(a, b, param_map)
+    sides, texts = [], []
+    for i, (own, other) in enumerate(((a, b), (b, a))):
+        unrecorded = set(other.manifest.settings.get(NOT_RECORDED) or ()) - other.manifest.params.keys()
+        lost = [name for name in own.manifest.params if name in unrecorded]
+        sides.append(_without(own, lost) if lost else own)
+        if lost:
+            texts.append(f"{_listed(lost)}, which {labels(a, b)[1 - i]} did not record, is not compared")
+    a, b = sides
+    naming = _by_map(a, b, param_map) if param_map is not None else _by_names_or_values(a, b)
+    return replace(naming, unrecorded="; ".join(texts))
+
+
+def _without(recording: Recording, names: Collection[str]) -> Recording:
+    """A view without some parameters."""
+    same = {(module, use): ((module, use), None) for module, use in _activations_of(recording)}
+    return mapped(recording, ParamMap(()), recording.manifest, same, without=names)
+
+
+def _by_names_or_values(a: Recording, b: Recording) -> OneNaming:
     ours, theirs = a.manifest.params.keys(), b.manifest.params.keys()
     if ours <= theirs or theirs <= ours:
         return OneNaming(a, b)
@@ -194,8 +214,7 @@ def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped
         idle_parameters(second, (path for path in theirs if path not in param_map.by_path and path not in ours)),
     ]
     if idle[0]:
-        same = {(module, use): ((module, use), None) for module, use in _activations_of(first)}
-        first = mapped(first, ParamMap(()), first.manifest, same, without=idle[0])
+        first = _without(first, idle[0])
     if any(idle):
         note = (
             f"{note}; {_listed([*idle[0], *idle[1]])}, which only one of them has, without a gradient, is not compared"

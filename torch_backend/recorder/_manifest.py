@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.param_map import identity_map
 from crossframe.recording import Manifest, Schedule, create_recording
-from crossframe.recording.known_settings import COMMAND, GROUPS, PER_RANK
+from crossframe.recording.known_settings import COMMAND, GROUPS, NOT_RECORDED, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
@@ -32,7 +32,7 @@ _TITLE = "beginning of a recording"
 def move(view: ModelView, perturbed_run: int) -> None:
     """Set this rank's shards to the initial values of a perturbed run."""
     for held in view.held:
-        if held.divided:
+        if held.gathered:
             whole = full(held.param.detach(), held.partition)
             values = to_numpy(whole)
             away = perturbed_values(held.name, values.reshape(-1), perturbed_run, 0).view(_carrier(values.itemsize))
@@ -82,7 +82,7 @@ def manifest_of(
         if others := _other_groups(view, optimizers, common):
             found[GROUPS] = others
     if view.left_out:
-        found["not_recorded"] = list(view.left_out)
+        found[NOT_RECORDED] = list(view.left_out)
     if alone := [place.name for place in named_modules(model) if _sees_its_rank(place.module)]:
         found[PER_RANK] = alone
     if perturbed_run:

@@ -6,6 +6,9 @@ DTensors, activations by placements or by what the ranks hold. The first of them
 they are. So a recording does not depend on how a replica is divided, and is compared with one of one device like any other.
 
 Gathering is collective: all model ranks record the same tensors in the same order.
+
+A rank that computes its replica alone also gathers parameters, of which it records its part, if units have different meshes or
+parameters are sharded on other dims than the first: a recording has one mesh, and runs of elements.
 """
 
 import hashlib
@@ -18,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from crossframe.recording.event_format import INPUT, OUTPUT
 from torch_backend.ranks._collectives import Communicator, default_process_group
-from torch_backend.recorder._partition import Partition, Pieces, joined
+from torch_backend.recorder._partition import Partition, Pieces, in_forward, joined, set_whole, whole_of
 
 _ROWS, _COLUMNS = 0, 1
 _POSITIONS = 1
@@ -73,9 +76,8 @@ class ModelRanks:
         for rank, of_rank in zip(self.ranks, self._ranks.gather_objects(self.axes), strict=True):
             for name, ranks in of_rank.items():
                 self._firsts.setdefault(name, {})[rank] = ranks[0]
-        self._partitions = {
-            id(params[name]): each for name, each in (partitions or {}).items() if isinstance(each, Partition)
-        }
+        # By name, since forward reads other tensors than the optimizer has.
+        self._partitions = {name: each for name, part in (partitions or {}).items() if (each := in_forward(part))}
         # The dim on which ranks hold parts of an activation, by its shape on the first one; None: they also hold whole ones.
         self._dims: dict[tuple[int, ...], int | None] = {}
         # (samples, positions) of a batch of tokens that all ranks were given; None: another kind of batch, or not the same.
@@ -93,7 +95,7 @@ class ModelRanks:
 
     def disagreements(self, tensors: Mapping[str, Tensor]) -> dict[str, Others]:
         """Those of tensors that are not the same on all model ranks."""
-        if not tensors:
+        if not tensors or len(self.ranks) == 1:
             return {}
         every, found = self._ranks.gather_objects([hash_of(each) for each in tensors.values()]), {}
         for i, (name, tensor) in enumerate(tensors.items()):
@@ -135,13 +137,15 @@ class ModelRanks:
         self._batch = None if tokens is None else (tokens[0], tokens[1])
         return (math.inf, *self._along(every)) if differ else None
 
-    def whole(self, value: Tensor, module: nn.Module | None, use: str) -> tuple[Tensor | None, Others | None]:
+    def whole(
+        self, value: Tensor, module: nn.Module | None, name: str, use: str
+    ) -> tuple[Tensor | None, Others | None]:
         """(an activation of the replica, those who differ if all ranks must have the same).
 
         The activation is None if it is not known how its parts belong together.
 
         Args:
-            module: the module that it is the input or output of (`use`).
+            module, name: the module that it is the input or output of (`use`), and its name.
         """
         if isinstance(value, DTensor):
             return value.full_tensor(), None
@@ -151,7 +155,7 @@ class ModelRanks:
         if all(each == every[0] for each in every):
             self._dims[shapes[0]] = None
             return value, None
-        weight = self._weight(module)
+        weight = self._weight(module, name)
         if self._is_whole(shapes, weight, use):
             if _is_partial_sum(weight, use):
                 return None, None
@@ -169,15 +173,15 @@ class ModelRanks:
         runs = weight.stride if weight is not None and use == OUTPUT and dim == value.ndim - 1 else 1
         return joined(parts, dim, runs), None
 
-    def _weight(self, module: nn.Module | None) -> "_Weight | None":
+    def _weight(self, module: nn.Module | None, name: str) -> "_Weight | None":
         # A flat parameter has no parameters in modules, which use views of it.
         weight = None if module is None else module._parameters.get("weight", module.__dict__.get("weight"))
         if weight is None or module is None:
             return None
-        partition = self._partitions.get(id(weight))
+        partition = self._partitions.get(f"{name}.weight" if name else "weight")
         if partition is not None:
             kind = nn.Embedding if "Embedding" in type(module).__name__ else nn.Linear
-            return _Weight(partition.full_shape(weight), kind, {partition.dim}, partition.stride)
+            return _Weight(partition.full_shape(weight.shape), kind, {partition.dim}, partition.stride)
         kind = next((each for each in (nn.Linear, nn.Embedding) if isinstance(module, each)), None)
         placements = weight.placements if isinstance(weight, DTensor) else ()
         return _Weight(tuple(weight.shape), kind, {each.dim for each in placements if isinstance(each, Shard)})
@@ -247,21 +251,15 @@ def full(tensor: Tensor, partition: Partition | Pieces | None = None) -> Tensor:
     Args:
         partition: how ranks divide it without a DTensor.
     """
-    if partition is not None:
-        return partition.full(tensor)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole_of(tensor) if partition is None else partition.full(tensor)
 
 
 def set_full(param: Tensor, values: Tensor, partition: Partition | Pieces | None = None) -> None:
     """Set a parameter, in place, to values that all ranks have in full."""
-    if partition is not None:
-        partition.set(param, values)
-    elif isinstance(param, DTensor):
-        mesh = param.device_mesh
-        same = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        param._local_tensor.copy_(same.redistribute(placements=param.placements)._local_tensor)
+    if partition is None:
+        set_whole(param, values)
     else:
-        param.copy_(values)
+        partition.set(param, values)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch_backend.recorder._pipeline import Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
+    divided_by,
     joined_by,
     of_sequences,
     ours,
@@ -47,8 +48,8 @@ class Held:
         start, stop: which elements, the parameter taken as one row-major line.
         param: what the optimizer has of it: the parameter, or a flat one of which it is a part.
         part: where in that, or None if `param` is this parameter's alone.
-        divided: whether model ranks have parts of it, which are gathered; see [Note: model ranks].
-        partition: how they divide it without a DTensor.
+        gathered: whether ranks gather all of it, of which these elements are recorded; see [Note: model ranks].
+        partition: how ranks divide it without a DTensor.
     """
 
     unit: str
@@ -57,12 +58,12 @@ class Held:
     stop: int
     param: Tensor
     part: tuple[int, int] | None = None
-    divided: bool = False
+    gathered: bool = False
     partition: Partition | Pieces | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
-        if self.divided:
+        if self.gathered:
             return full(tensor.detach(), self.partition).reshape(-1)[self.start : self.stop]
         local = local_of(tensor.detach()).reshape(-1)
         return local if self.part is None else local[self.part[0] : self.part[1]]
@@ -149,13 +150,34 @@ class ModelView:
         """The view with other names of some parameters."""
 
         def new(spec: ParamSpec) -> ParamSpec:
-            return replace(spec, name=names.get(spec.name, spec.name))
+            aliases = tuple(names.get(alias, alias) for alias in spec.aliases)
+            return replace(spec, name=names.get(spec.name, spec.name), aliases=aliases)
 
         layouts: list[tuple[str, Any]] = list(self.units)
         units = tuple((unit, replace(each, params=tuple(map(new, each.params)))) for unit, each in layouts)
         held = tuple(replace(each, name=names.get(each.name, each.name)) for each in self.held)
         places = {names.get(name, name): where for name, where in self.places.items()}
         return replace(self, units=units, held=held, places=places)
+
+    def inside(self, path: str) -> "ModelView":
+        """The view with the names that a model with this one at a path has; the input and output remain those of this one."""
+
+        def new(name: str) -> str:
+            return f"{path}.{name}" if name else path
+
+        def new_unit(unit: str) -> str:
+            return ", ".join(map(new, unit.split(", ")))
+
+        specs = [spec for _, layout in self.units for spec in layout.params]
+        changed = self.renamed({name: new(name) for spec in specs for name in (spec.name, *spec.aliases)})
+        return replace(
+            changed,
+            units=tuple((new_unit(unit), layout) for unit, layout in changed.units),
+            held=tuple(replace(each, unit=new_unit(each.unit)) for each in changed.held),
+            watched={module: new(name) if name else "" for module, name in self.watched.items()},
+            entries={module: tuple(map(new_unit, units)) for module, units in self.entries.items()},
+            left_out=tuple(map(new, self.left_out)),
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +208,7 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Seque
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
-        UnsupportedError: FSDP1 over tensor parallelism; meshes that differ between units; a layout that the core has otherwise.
+        UnsupportedError: a layout that the core has otherwise.
     """
     places = list(module_tree.named_modules(model))
     if units_in(model):
@@ -202,6 +224,7 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Seque
         return _view(model, places, engine, stated, stage, inputs)
     if stated.units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
+    engine = divided_by(engine, stated.tensor_parallel, stated.partition)
     return _view(model, places, engine, stated, stage, inputs)
 
 
@@ -249,7 +272,7 @@ def _view(
         tuple(
             replace(each, partition=engine.partitions.get(each.name))
             for bucket in engine.buckets
-            for each in _held(bucket, shard, divided=engine.model_ranks is not None)
+            for each in _held(bucket, shard, gathered=engine.model_ranks is not None)
         ),
         read,
         {module: name for name, module in by_name.items() if name in wanted},
@@ -262,23 +285,18 @@ def _view(
     )
 
 
-def _held(bucket: Bucket, shard: int, *, divided: bool) -> Iterator[Held]:
+def _held(bucket: Bucket, shard: int, *, gathered: bool) -> Iterator[Held]:
     """This rank's pieces where the layout says they lie; UnsupportedError where the tensors say otherwise."""
     pieces = {piece.name: piece for piece in bucket.layout.pieces(shard)}
     for i, spec in enumerate(bucket.layout.params):
         piece = pieces.get(spec.name)
         start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
-        if piece is not None and piece.num_runs > 1:
-            raise UnsupportedError(
-                f"parameter {spec.name!r} is sharded on another dim than its first, which the recorder cannot take; shard it "
-                "on dim 0"
-            )
         if bucket.is_flat:
             part = (piece.shard_start, piece.shard_stop) if piece else (0, 0)
             held = Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
         else:
-            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i], divided=divided)
-        if divided:
+            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i], gathered=gathered)
+        if gathered:
             yield held
             continue
         if held.of(held.param).numel() != stop - start or bucket.stated_range(i) not in (None, (start, stop)):

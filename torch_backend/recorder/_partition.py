@@ -35,15 +35,15 @@ class Partition:
     dim: int
     stride: int = 1
 
-    def full_shape(self, own: Tensor) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
-        shape = list(own.shape)
+    def full_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole parameter, from that of a rank's part."""
+        shape = list(own)
         shape[self.dim] *= self.ranks.size
         return tuple(shape)
 
     def full(self, own: Tensor) -> Tensor:
         """All elements. All ranks call it."""
-        return joined(list(self.ranks.gather_all(own.contiguous())), self.dim, self.stride)
+        return joined(list(self.ranks.gather_all(whole_of(own).contiguous())), self.dim, self.stride)
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's elements."""
@@ -52,7 +52,7 @@ class Partition:
 
     def set(self, param: Tensor, full: Tensor) -> None:
         """Set this rank's part, in place."""
-        param.copy_(self.own(full))
+        set_whole(param, self.own(full))
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Pieces:
         part: where they lie in this rank's tensor; None: it has no others.
         shape: of the parameter; under tensor parallelism of this rank's part of it.
         spec: the DTensor of which it is the local part; None: it is whole.
+        partition: how ranks divide it without a DTensor; None: it is whole.
     """
 
     ranks: Communicator | None
@@ -72,9 +73,12 @@ class Pieces:
     part: tuple[int, int] | None
     shape: tuple[int, ...]
     spec: Any = None
+    partition: Partition | None = None
 
-    def full_shape(self, _: Tensor) -> tuple[int, ...]:
+    def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
+        if self.partition is not None:
+            return self.partition.full_shape(self.shape)
         return self.shape if self.spec is None else tuple(self.spec.shape)
 
     def full(self, own: Tensor) -> Tensor:
@@ -88,6 +92,8 @@ class Pieces:
             every = zip(self.ranks.gather_all(sent), self.ranges, strict=True)
             found += [piece[: stop - start] for piece, (start, stop) in every]
         whole = torch.cat(found).reshape(self.shape)
+        if self.partition is not None:
+            return self.partition.full(whole)
         if self.spec is None:
             return whole
         mesh, placements = self.spec.mesh, self.spec.placements
@@ -98,6 +104,8 @@ class Pieces:
 
     def set(self, param: Tensor, full: Tensor) -> None:
         """Set this rank's elements, in place."""
+        if self.partition is not None:
+            full = self.partition.own(full)
         if self.spec is not None:
             mesh = self.spec.mesh
             same = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -117,6 +125,26 @@ class Pieces:
     def _here(self, own: Tensor) -> Tensor:
         local = local_of(own).reshape(-1)
         return local if self.part is None else local[self.part[0] : self.part[1]]
+
+
+def in_forward(partition: Partition | Pieces) -> Partition | None:
+    """How ranks divide the parameter that forward reads; None: it is whole, or a DTensor."""
+    return partition if isinstance(partition, Partition) else partition.partition
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All elements of a DTensor; any other tensor itself. All ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def set_whole(param: Tensor, values: Tensor) -> None:
+    """Set a parameter, of a DTensor this rank's part, in place."""
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        same = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        param._local_tensor.copy_(same.redistribute(placements=param.placements)._local_tensor)
+    else:
+        param.copy_(values)
 
 
 def parts_of_dtensors(params: Mapping[str, Tensor]) -> dict[str, Pieces]:
@@ -142,11 +170,15 @@ def joined(parts: Sequence[Tensor], dim: int, runs: int = 1) -> Tensor:
 
 
 def partitions_of(
-    params: Mapping[str, Tensor], group: dist.ProcessGroup | None, stated: Mapping[str, int]
+    params: Mapping[str, Tensor],
+    num_dims: Mapping[str, int],
+    group: dist.ProcessGroup | None,
+    stated: Mapping[str, int],
 ) -> dict[str, Partition]:
     """By name the parameters that ranks divide, those with Megatron-LM's attributes and those that are stated.
 
     Args:
+        num_dims: of each parameter.
         group: the ranks that divide them. None: Megatron-LM's own, if it is initialised.
         stated: the divided dim by name or pattern of names.
 
@@ -159,7 +191,7 @@ def partitions_of(
             found[name] = param.partition_dim, getattr(param, "partition_stride", 1)  # type: ignore[attr-defined]
     for pattern, dim in stated.items():
         names = [name for name in params if fnmatchcase(name, pattern)]
-        if not names or not all(0 <= dim < params[name].ndim for name in names):
+        if not names or not all(0 <= dim < num_dims[name] for name in names):
             raise UsageError(
                 f"Recorder: partition: expected names or patterns of parameters and one of their dims, got {pattern!r}: {dim!r}"
             )

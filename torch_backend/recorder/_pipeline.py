@@ -6,7 +6,8 @@ stages, which are recorded one by one. Gradients are those that the optimizers g
 as dividing by the number of microbatches, is not seen, so local gradients are not recorded.
 
 A parameter of a later stage that has the bits of an earlier one is the same parameter (tied weights, as of the embedding and the
-head). It is recorded under the name of the earlier stage, and the values of the later one are compared.
+head). It is recorded under the name of the earlier stage, and the values of the later one are compared. If stages have other
+parameters with one name, as those of several `nn.Sequential` do, all names begin with the number of the stage.
 
 The stages of a pipeline wait for one another in forward. So they begin to record together before, when the recorder is entered.
 """
@@ -139,29 +140,30 @@ class Pipeline:
         ]
         return Copies(tuple(names), ranks, axis_name(self.group, "pp"))
 
+    def share_names(self, own: Sequence[Iterable[str]]) -> bool:
+        """Whether several stages have parameters with one name. Every rank calls it.
+
+        Args:
+            own: of each of this rank's stages the names of parameters that are no copies of those of earlier ones.
+        """
+        every = [
+            name for of_rank in self._ranks.gather_objects([*map(list, own)]) for names in of_rank for name in names
+        ]
+        return len(every) > len({*every})
+
     def units(self, own: Sequence[Units], copies: Copies) -> Units:
         """Those of all stages, in order.
 
         Args:
             own: of this rank's stages. copies: of which the first counts.
-
-        Raises:
-            UsageError: two stages have parameters of one name.
         """
         found: Units = ()
-        owner: dict[str, int] = {}
+        owned: set[str] = set()
         every = self._ranks.gather_objects(list(zip(self.stages, own, strict=True)))
-        for stage, units in sorted((each for of_rank in every for each in of_rank), key=lambda each: each[0]):
-            kept = [
-                (unit, _without(layout, {name for name in copies.ranks if name in owner})) for unit, layout in units
-            ]
+        for _, units in sorted((each for of_rank in every for each in of_rank), key=lambda each: each[0]):
+            kept = [(unit, _without(layout, owned.intersection(copies.ranks))) for unit, layout in units]
             units = tuple((unit, layout) for unit, layout in kept if layout is not None)
-            for name in (spec.name for _, layout in units for spec in layout.params):
-                if owner.setdefault(name, stage) != stage:
-                    raise UsageError(
-                        f"stages {owner[name]} and {stage} both have a parameter {name!r}; expected the names of the whole model "
-                        "in each stage, as in a copy of it from which the other layers were removed"
-                    )
+            owned |= {spec.name for _, layout in units for spec in layout.params}
             found += units
         return found
 

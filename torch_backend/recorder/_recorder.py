@@ -454,7 +454,7 @@ class Recorder(Listener):
             part.view = part.view or view_of(part.model, self._stated, part.stage, inputs)
         copies = Copies()
         if self._pipeline is not None:
-            copies = self._pipeline.copies([view.bits() for view in self._views])
+            copies = self._copies(self._pipeline)
             for part, view, names in zip(self._parts, self._views, copies.names, strict=True):
                 part.view = view.renamed(names)
         first, manifest = self._views[0], self._manifest
@@ -484,6 +484,17 @@ class Recorder(Listener):
         if self._monitor is not None and first.rank == 0 and first.writes:
             self._monitor.begin(self._path)
         self._begin_step()
+
+    def _copies(self, pipeline: Pipeline) -> Copies:
+        """The parameters of later stages that are those of earlier ones. Gives the stages names of their own first if they share
+        others."""
+        copies = pipeline.copies([view.bits() for view in self._views])
+        own = [view.places.keys() - names for view, names in zip(self._views, copies.names, strict=True)]
+        if not pipeline.share_names(own):
+            return copies
+        for part, view in zip(self._parts, self._views, strict=True):
+            part.view = view.inside(f"stages.{part.stage}")
+        return pipeline.copies([view.bits() for view in self._views])
 
     def _begin_step(self) -> None:
         writer = self._keepers[0].writer

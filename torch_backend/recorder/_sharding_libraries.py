@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.api import Api
 from crossframe.dtypes import FLOATING
-from crossframe.errors import UnsupportedError
-from crossframe.layout import FlatLayout, Layout, PerParamLayout
+from crossframe.layout import FlatLayout, Layout, PerParamLayout, layouts_by_rows
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.unit_assignment import enclosing_unit
 from torch_backend.compat._dtypes import dtype_name, name_or_none
-from torch_backend.engine._unit_tree import NamedUnit, named_units
+from torch_backend.engine._unit_tree import named_units
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.ranks._collectives import Communicator, axis_name, default_process_group
 from torch_backend.recorder import _module_tree as module_tree
@@ -33,9 +32,6 @@ Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
 
 
-_DIVIDED_FSDP1 = "tensor parallelism is recorded under fully_shard and without FSDP, not under FullyShardedDataParallel"
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Parameters that lie together.
@@ -45,6 +41,7 @@ class Bucket:
         params: what the optimizer has: one parameter each in the layout's order, or one flat parameter.
         places: of each parameter the modules and attributes that forward reads.
         is_flat: whether `params` is one flat parameter, this rank's shard.
+        shards: the ranks that have pieces of parameters that are no DTensors; None: this rank alone.
         ranges: which elements the engine itself says are here, where it does; None where it says nothing.
         specs: of each parameter that of the DTensor of which it is the local part, None of the others; empty: there are none.
     """
@@ -55,6 +52,7 @@ class Bucket:
     params: Sequence[Tensor]
     places: Sequence[Sequence[Registered]]
     is_flat: bool = False
+    shards: dist.ProcessGroup | None = None
     ranges: Sequence[Range] | None = None
     specs: Sequence[Any] = ()
 
@@ -76,7 +74,8 @@ class Engine:
         names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
         axes: this rank's groups along the axes over which parameters are divided and the batch is not; None: the batch is the
             same where the place is. Then the place follows from them.
-        is_divided: whether ranks with one batch have parts of parameters.
+        is_gathered: whether full parameters are gathered to be recorded, since ranks with one batch have parts of them, or since
+            units have different meshes or are sharded on other dims than the first.
         expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
         partitions: of parameters that are divided without DTensors, or into pieces.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
@@ -93,7 +92,7 @@ class Engine:
     compute_dtype: str | None = None
     names: Callable[[], dict[str, str]] | None = None
     axes: Axes | None = None
-    is_divided: bool = False
+    is_gathered: bool = False
     expert_axes: frozenset[str] = frozenset()
     partitions: Mapping[str, Partition | Pieces] = field(default_factory=dict)
     model_ranks: ModelRanks | None = None
@@ -123,17 +122,11 @@ class Engine:
 def ours(model: nn.Module) -> Engine:
     """Ours, under either interface."""
     named = named_units(model, rename=canonical_name)
-    first = named[0].unit
     for unit in named:
         unit.check_whole()
-    registrars = [each.bucket.registrar for unit in named for each in unit.buckets]
-    is_divided = any(param is not None for registrar in registrars for param in registrar.tp_params)
-    if is_divided and any(isinstance(param, DTensor) for registrar in registrars for param in registrar.managed()):
-        return _ours_divided(model, named)
-    if any(each.unit.mesh.spec != first.mesh.spec for each in named):
-        raise UnsupportedError("units of one model on meshes of different sizes cannot be recorded")
-    buckets = []
-    for unit in named:
+    meshes = [_Mesh(each.unit.mesh.shards.group, each.unit.mesh.replicas.group) for each in named]
+    buckets, is_divided, is_on_rows = [], False, True
+    for unit, mesh in zip(named, meshes, strict=True):
         for each in unit.buckets:
             registrar = each.bucket.registrar
             places: list[list[Registered]] = [[] for _ in each.params]
@@ -142,9 +135,18 @@ def ours(model: nn.Module) -> Engine:
             managed = registrar.managed()
             is_flat = getattr(managed[0], "_fsdp_flattened", False)
             specs = [None if param is None else param.spec for param in registrar.tp_params]
-            buckets.append(Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat, specs=specs))
-    compute = name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None
-    mesh = first.mesh
+            buckets.append(
+                Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat, mesh.shards, specs=specs)
+            )
+            is_divided |= any(spec is not None for spec in specs)
+            is_on_rows &= not any(getattr(each.layout, "dims", None) or ())
+    if is_divided:  # such as routers that no unit manages, next to experts that are DTensors
+        managed = {id(param) for each in buckets for param in each.params}
+        others = {name: each for name, each in _registrations(model).items() if id(each[0]) not in managed}
+        buckets += _buckets(others, [tuple(unit.paths) for unit in named])
+    first = named[meshes.index(mesh := _largest(meshes))].unit
+    are_alike = all(each == mesh for each in meshes)
+    place = _Place.of(meshes, is_divided=is_divided)
 
     def names() -> dict[str, str]:
         return {
@@ -156,42 +158,110 @@ def ours(model: nn.Module) -> Engine:
 
     return Engine(
         "crossframe FSDP1" if first.options.api is Api.FSDP1 else "crossframe FSDP2",
-        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
-        (mesh.replicas.rank, mesh.replicas.size),
-        (mesh.shards.rank, mesh.shards.size),
-        tuple(group.group for group in (mesh.shards, mesh.replicas) if group.size > 1),
+        _strategy(
+            *(first.mesh.spec.shard, first.mesh.spec.replicate),
+            keeps=not named[-1].unit.step.settings.reshard_after_forward,
+        ),
+        place.replicas,
+        place.shards,
+        place.groups,
         buckets,
-        compute_dtype=compute,
+        compute_dtype=name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None,
         names=names,
-        is_divided=is_divided,
+        axes=place.axes,
+        is_gathered=is_divided or not are_alike or not is_on_rows,
     )
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """The data-parallel ranks of a unit: those of its shards and those of its replicas; None: this rank alone."""
+
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return _place_in(self.shards)[1] * _place_in(self.replicas)[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mesh) and self._ranks == other._ranks
+
+    @property
+    def _ranks(self) -> list[list[int]]:
+        """Of both groups; groups of one rank are all alike."""
+        groups = [dist.get_process_group_ranks(group) if group else [] for group in (self.shards, self.replicas)]
+        return [ranks if len(ranks) > 1 else [] for ranks in groups]
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those of more than one rank."""
+        return tuple(group for group in (self.shards, self.replicas) if group is not None and group.size() > 1)
+
+
+def _largest(meshes: Sequence[_Mesh]) -> _Mesh:
+    """The mesh of most ranks, of several that with most shards."""
+    return max(meshes, key=lambda mesh: (mesh.size, _place_in(mesh.shards)[1]))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of this rank among the data-parallel ranks, as an `Engine` has it."""
+
+    replicas: tuple[int, int]
+    shards: tuple[int, int]
+    groups: tuple[dist.ProcessGroup, ...]
+    axes: Axes | None = None
+
+    @classmethod
+    def of(cls, meshes: Sequence[_Mesh], *, is_divided: bool) -> "_Place":
+        """The place on the largest mesh. Where units have different meshes that not all ranks are in, each rank is a replica of
+        its own, so that the values of ranks that no mesh joins are compared.
+
+        Args:
+            is_divided: whether ranks with one batch have parts of parameters, so that other ranks have the same place.
+        """
+        mesh = _largest(meshes)
+        are_alike = all(each == mesh for each in meshes)
+        if not are_alike and not is_divided and any(each.size < dist.get_world_size() for each in meshes):
+            return cls((0, 1), (0, 1), (), {})
+        return cls(_place_in(mesh.replicas), _place_in(mesh.shards), mesh.groups)
 
 
 def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
-    wrappers: list[tuple[str, Any, Any]] = [(place.name, place.module, place.module._handle) for place in found]
-    root, handles = wrappers[0][1], [(name, handle) for name, _, handle in wrappers if handle is not None]
-    buckets = [_flat_bucket(name, handle) for name, handle in handles]
-    is_sharded = not handles or handles[0][1].uses_sharded_strategy
-    shards, replicas = root.process_group, getattr(root, "_inter_node_pg", None)
-    if not is_sharded:
-        # A hybrid mesh with shards of one rank is none that FSDP1 calls hybrid, but its replicas are those of the mesh.
-        alone = replicas is not None and root.process_group.size() == 1
-        shards, replicas = None, replicas if alone else root.process_group
+    wrappers: list[tuple[str, Any]] = [(place.name, place.module) for place in found]
+    root, owners = wrappers[0][1], [(name, wrapper) for name, wrapper in wrappers if wrapper._handle is not None]
+    meshes = [_mesh_of_wrapper(wrapper) for _, wrapper in owners or wrappers[:1]]
+    buckets = [
+        _flat_bucket(name, wrapper._handle, mesh.shards) for (name, wrapper), mesh in zip(owners, meshes, strict=False)
+    ]
     compute = root.mixed_precision.param_dtype
+    is_divided = any(bucket.specs for bucket in buckets)
+    place = _Place.of(meshes, is_divided=is_divided)
     return Engine(
         "torch FSDP1",
         Strategy(root.sharding_strategy.name.lower().lstrip("_")),
-        _place_in(replicas),
-        _place_in(shards),
-        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
+        place.replicas,
+        place.shards,
+        place.groups,
         buckets,
         compute_dtype=name_or_none(compute),
-        is_divided=any(bucket.specs for bucket in buckets),
+        axes=place.axes,
+        is_gathered=is_divided or any(each != meshes[0] for each in meshes),
     )
 
 
-def _flat_bucket(name: str, handle: Any) -> Bucket:
+def _mesh_of_wrapper(wrapper: Any) -> "_Mesh":
+    shards, replicas = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)
+    if wrapper._handle is not None and not wrapper._handle.uses_sharded_strategy:
+        # A hybrid mesh with shards of one rank is none that FSDP1 calls hybrid, but its replicas are those of the mesh.
+        alone = replicas is not None and shards.size() == 1
+        shards, replicas = None, replicas if alone else shards
+    return _Mesh(shards, replicas)
+
+
+def _flat_bucket(name: str, handle: Any, shards: dist.ProcessGroup | None) -> Bucket:
     flat = handle.flat_param
     prefix = f"{name}." if name else ""
     names = [prefix + canonical_name(each) for each in flat._fqns]
@@ -224,7 +294,7 @@ def _flat_bucket(name: str, handle: Any) -> Bucket:
     ]
     extensions = list(flat._param_extensions)
     specs = extensions if any(each is not None for each in extensions) else ()
-    return Bucket(name, (name,), layout, params, places, not keeps, ranges, specs)
+    return Bucket(name, (name,), layout, params, places, not keeps, shards, ranges, specs)
 
 
 def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> Engine:
@@ -238,111 +308,103 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
         states.setdefault(id(state), (state, []))[1].append(place.name)
     groups = [group for state, _ in states.values() if (group := getattr(state, "_fsdp_param_group", None)) is not None]
     infos = {group.mesh_info.mesh: group.mesh_info for group in groups}
-    # Experts may be sharded over fewer ranks, between those that have other experts.
-    mesh, info = max(infos.items(), key=lambda each: each[0].size())
-    shards = None if info.shard_mesh_dim is None else mesh.get_group(info.shard_mesh_dim)
-    replicas = None if info.replicate_mesh_dim is None else mesh.get_group(info.replicate_mesh_dim)
+    meshes = {mesh: _mesh_of_info(mesh, info) for mesh, info in infos.items()}
     units = [tuple(names) for _, names in states.values()]
     policies = [policy for state, _ in states.values() if (policy := getattr(state, "_mp_policy", None))]
     compute_dtype = name_or_none(policies[0].param_dtype) if policies else None
-    strategy = _strategy(_place_in(shards)[1], _place_in(replicas)[1], keeps=False)
-    if any(param.device_mesh != mesh for param, _, _ in params.values()):
-        return _divided("torch FSDP2", _registrations(model), units, shards, replicas, strategy, compute_dtype)
+    # Under tensor parallelism a DTensor has further axes. Experts may be sharded over fewer ranks than other parameters, between
+    # those that have other experts.
+    is_divided = any(param.device_mesh not in meshes for param, _, _ in params.values())
+    place = _Place.of([*meshes.values()], is_divided=is_divided)
+    largest = _largest([*meshes.values()])
+    strategy = _strategy(_place_in(largest.shards)[1], _place_in(largest.replicas)[1], keeps=False)
+    if is_divided or len(meshes) > 1 or any(_dim(param) for param, _, _ in params.values()):
+        every = _registrations(model)
+        return _gathered(
+            *("torch FSDP2", every if is_divided else {name: each for name, each in every.items() if name in params}),
+            *(units, place, strategy, compute_dtype),
+        )
     buckets = []
     for (modules, dtype), members in _by_unit(params, units).items():
-        specs, dims = _specs(params, members, dtype), tuple(_dim(params[name][0]) for name in members)
-        layout = PerParamLayout(specs, _place_in(shards)[1], dims)
+        layout = PerParamLayout(_specs(params, members, dtype), place.shards[1])
         held, places = [params[n][0] for n in members], [params[n][1] for n in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
     return Engine(
         "torch FSDP2",
         strategy,
-        _place_in(replicas),
-        _place_in(shards),
-        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
+        place.replicas,
+        place.shards,
+        place.groups,
         buckets,
         compute_dtype=compute_dtype,
     )
 
 
-def _ours_divided(model: nn.Module, named: Sequence[NamedUnit]) -> Engine:
-    """Ours over tensor parallelism."""
-    first = max((each.unit for each in named), key=lambda unit: unit.mesh.spec.world_size)
-    if first.options.api is Api.FSDP1:
-        raise UnsupportedError(_DIVIDED_FSDP1)
-    mesh, params = first.mesh, _registrations(model)
-    for name, (param, _, _) in params.items():
-        if isinstance(param, PieceTensor):
-            raise UnsupportedError(
-                f"parameter {name!r} is a {type(param).__name__}; over tensor parallelism, the layout per_param is recorded"
-            )
-    shards = mesh.shards.group if mesh.shards.size > 1 else None
-    replicas = mesh.replicas.group if mesh.replicas.size > 1 else None
-    return _divided(
-        "crossframe FSDP2",
-        params,
-        [tuple(unit.paths) for unit in named],
-        shards,
-        replicas,
-        _strategy(mesh.spec.shard, mesh.spec.replicate, keeps=not named[-1].unit.step.settings.reshard_after_forward),
-        name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None,
-    )
+def _mesh_of_info(mesh: Any, info: Any) -> "_Mesh":
+    axes = info.shard_mesh_dim, info.replicate_mesh_dim
+    return _Mesh(*(None if axis is None else mesh.get_group(axis) for axis in axes))
 
 
-def _divided(
+def _gathered(
     name: str,
     params: dict[str, Any],
     units: Sequence[tuple[str, ...]],
-    shards: dist.ProcessGroup | None,
-    replicas: dist.ProcessGroup | None,
+    place: _Place,
     strategy: Strategy,
     compute_dtype: str | None,
     **options: Any,
 ) -> Engine:
-    """Several ranks compute a replica together; see [Note: model ranks]. The layout is that of full parameters over the
-    data-parallel ranks.
+    """An engine whose parameters are gathered to be recorded; see [Note: model ranks].
 
     Args:
         units: of each unit but the root the names of its modules.
-        shards, replicas: the data-parallel groups of this rank; None: one rank.
         options: of `Engine`.
     """
-    replica, shard = _place_in(replicas), _place_in(shards)
-    buckets = []
-    for (modules, dtype), members in _by_unit(params, units).items():
-        specs = _specs(params, members, dtype, options.get("partitions", {}))
-        layout = PerParamLayout(specs, shard[1], (0,) * len(members))
-        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
-        buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
     return Engine(
         name,
         strategy,
-        replica,
-        shard,
-        tuple(group for group in (shards, replicas) if group is not None and group.size() > 1),
-        buckets,
+        place.replicas,
+        place.shards,
+        place.groups,
+        _buckets(params, units),
         compute_dtype=compute_dtype,
-        is_divided=True,
-        **options,
+        is_gathered=True,
+        **{"axes": place.axes} | options,
     )
+
+
+def divided_by(engine: Engine, tensor_parallel: dist.ProcessGroup | None, stated: Mapping[str, int]) -> Engine:
+    """The engine of an FSDP whose modules divide parameters without DTensors, if they do.
+
+    Args:
+        tensor_parallel, stated: see `partitions_of`.
+    """
+    every = [each for bucket in engine.buckets for each in zip(*_each(bucket), strict=True)]
+    num_dims = {spec.name: len(spec.shape) for spec, _ in every}
+    partitions = partitions_of({spec.name: param for spec, param in every}, num_dims, tensor_parallel, stated)
+    if not partitions:
+        return engine
+    ranks = next(iter(partitions.values())).ranks
+    axes = None if engine.axes is None else {axis_name(ranks.group, "tp"): ranks.ranks}
+    return replace(engine, is_gathered=True, partitions=partitions, axes=axes)
 
 
 def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor]) -> Engine:
     """The engine with the ranks that compute this replica together, if there are any. All ranks call it.
 
-    Of a pipeline, some stages may have divided parameters and others none.
+    Of a pipeline, some stages may have parameters to gather and others none.
 
     Args:
         inputs: what forward is given; empty if that is not known.
     """
-    if not dist.is_initialized() or not (engine.is_divided or pipeline):
+    if not dist.is_initialized() or not (engine.is_gathered or pipeline):
         return engine
     axes = engine.axes
     if pipeline is not None:
-        every = Communicator(default_process_group()).gather_objects((engine.is_divided, axes))
-        if not any(is_divided for is_divided, _ in every):
+        every = Communicator(default_process_group()).gather_objects((engine.is_gathered, axes))
+        if not any(is_gathered for is_gathered, _ in every):
             return engine
-        if not engine.is_divided and any(of_rank for _, of_rank in every):
+        if not engine.is_gathered and any(of_rank for _, of_rank in every):
             axes = pipeline.axes_of_others([of_rank or {} for _, of_rank in every])
     pieces = _pieces(engine)
     if axes is not None:
@@ -355,7 +417,8 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
     params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
     ranks = ModelRanks(engine.replicas[0], engine.shards[0], params, axes, {**engine.partitions, **pieces})
     groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
-    return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=ranks)
+    together = ranks if len(ranks.ranks) > 1 else None
+    return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=together)
 
 
 def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
@@ -371,16 +434,20 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
     Args:
         pieces: of the parameters of flat and ragged layouts.
     """
-    buckets = []
+    buckets, partitions = [], {**engine.partitions, **pieces}
     for each in engine.buckets:
-        specs, params = _each(each)
-        full = tuple(
-            replace(spec, shape=pieces[spec.name].full_shape(param)) if spec.name in pieces else spec
-            for spec, param in zip(specs, params, strict=True)
-        )
-        layout = PerParamLayout(full, engine.shards[1], (0,) * len(full))
-        buckets.append(replace(each, layout=layout, params=params, is_flat=False, ranges=None))
-    return replace(engine, buckets=buckets, names=None, partitions={**engine.partitions, **pieces})
+        members = []
+        for spec, param, places in zip(*_each(each), each.places, strict=True):
+            part = partitions.get(spec.name)
+            shape = tuple(param.shape) if isinstance(param, DTensor) else spec.shape
+            if part is not None:
+                shape = part.full_shape() if isinstance(part, Pieces) else part.full_shape(param.shape)
+            members.append((replace(spec, shape=shape), param, places))
+        for layout in layouts_by_rows([spec for spec, _, _ in members], engine.shards[1]):
+            own = [member for member in members if member[0] in layout.params]
+            params, places = [param for _, param, _ in own], [places for _, _, places in own]
+            buckets.append(replace(each, layout=layout, params=params, places=places, is_flat=False, ranges=None))
+    return replace(engine, buckets=buckets, names=None, partitions=partitions)
 
 
 def _each(bucket: Bucket) -> tuple[Sequence[ParamSpec], Sequence[Tensor]]:
@@ -391,12 +458,12 @@ def _each(bucket: Bucket) -> tuple[Sequence[ParamSpec], Sequence[Tensor]]:
 
 def _pieces(engine: Engine) -> dict[str, Pieces]:
     """The pieces that ranks have of parameters that are no DTensors and not whole."""
-    size = engine.shards[1]
-    ranks = Communicator(engine.groups[0]) if size > 1 else None
     found = {}
     for bucket in engine.buckets:
+        own_rank, size = _place_in(bucket.shards)
+        ranks = Communicator(bucket.shards) if bucket.shards is not None and size > 1 else None
         of_ranks = [{piece.name: piece for piece in bucket.layout.pieces(rank)} for rank in range(size)]
-        here, is_divided = of_ranks[engine.shards[0]], any(spec is not None for spec in bucket.specs)
+        here, is_divided = of_ranks[own_rank], any(spec is not None for spec in bucket.specs)
         for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
             if isinstance(param, DTensor) or not (size > 1 or bucket.is_flat or is_divided):
                 continue
@@ -404,8 +471,11 @@ def _pieces(engine: Engine) -> dict[str, Pieces]:
             ranges = [(0, 0) if piece is None else (piece.param_start, piece.param_stop) for piece in own]
             piece = here.get(spec.name)
             part = (0, 0) if piece is None else (piece.shard_start, piece.shard_stop)
-            dtensor = bucket.specs[i] if bucket.specs else None
-            found[spec.name] = Pieces(ranks, ranges, part if bucket.is_flat else None, tuple(spec.shape), dtensor)
+            dtensor, partition = bucket.specs[i] if bucket.specs else None, engine.partitions.get(spec.name)
+            found[spec.name] = Pieces(
+                *(ranks, ranges, part if bucket.is_flat else None, tuple(spec.shape), dtensor),
+                partition if isinstance(partition, Partition) else None,
+            )
     return found
 
 
@@ -416,11 +486,11 @@ def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = N
     Args:
         pipeline: the stages of which the model is one. Each stage has its own ranks.
     """
-    tensor_ranks = engine.model_ranks
+    tensor_ranks = engine.tensor_ranks
     axes = {context.axis: context.ranks} | (dict(tensor_ranks.axes) if tensor_ranks else {})
     among = range(dist.get_world_size()) if pipeline is None else dist.get_process_group_ranks(pipeline.replicas)
     index, size = component([context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], among)
-    pieces = _pieces(engine) if tensor_ranks is None else {}
+    pieces = _pieces(engine) if engine.model_ranks is None else {}
     params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
     model_ranks = ModelRanks(0, index, params, axes, {**engine.partitions, **pieces})
     return replace(
@@ -452,28 +522,25 @@ def unsharded(
     group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
     own = {name: each for name, (each, _, _) in params.items()}
     if parts := parts_of_dtensors(own):
-        return _divided(
-            *("torch DDP", params, units, None, group, Strategy.NO_SHARD, None),
+        return _gathered(
+            *("torch DDP", params, units, _Place.of([_Mesh(None, group)], is_divided=True), Strategy.NO_SHARD, None),
             reads_all_at_once=True,
             partitions=parts,
         )
-    partitions = partitions_of(own, tensor_parallel, partition or {})
+    num_dims = {name: each.ndim for name, each in own.items()}
+    partitions = partitions_of(own, num_dims, tensor_parallel, partition or {})
     if partitions:
         ranks = next(iter(partitions.values())).ranks
         axes = {axis_name(ranks.group, "tp"): ranks.ranks}
-        return _divided(
-            *("tensor parallelism", params, units, None, group, Strategy.NO_SHARD, None),
+        place = _Place.of([_Mesh(None, group)], is_divided=True)
+        return _gathered(
+            *("tensor parallelism", params, units, place, Strategy.NO_SHARD, None),
             reads_all_at_once=True,
             axes=None if group is not None else axes,
             partitions=partitions,
         )
     if group is None and dist.is_initialized():
         group = replicas or dist.group.WORLD
-    buckets = []
-    for (modules, dtype), members in _by_unit(params, units).items():
-        layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
-        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
-        buckets.append(Bucket(modules[0], modules, layout, held, places))
     alone = group is None or group.size() == 1
     return Engine(
         "torch DDP" if module_tree.is_ddp(model) else "one device" if alone else "replicas",
@@ -481,7 +548,7 @@ def unsharded(
         _place_in(group),
         (0, 1),
         () if alone else (group,),  # type: ignore[arg-type]
-        buckets,
+        _buckets(params, units),
         reads_all_at_once=True,
     )
 
@@ -500,8 +567,8 @@ def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[t
     meshes = {mesh for _, mesh, _ in sharded}
     axes = axes_of(meshes, lambda mesh, axis: (mesh, axis) in divided)
     of_others = axes_of(meshes, lambda mesh, axis: (mesh, axis) in others)
-    return _divided(
-        *("tensor parallelism", params, units, None, None, Strategy.NO_SHARD, None),
+    return _gathered(
+        *("tensor parallelism", params, units, _Place((0, 1), (0, 1), ()), Strategy.NO_SHARD, None),
         reads_all_at_once=True,
         axes=axes,
         expert_axes=frozenset(axes.keys() - of_others.keys()),
@@ -541,19 +608,30 @@ def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[t
     return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
 
 
-def _specs(
-    params: dict[str, Any], names: Sequence[str], dtype: str, partitions: Mapping[str, Partition | Pieces] | None = None
-) -> tuple[ParamSpec, ...]:
-    shapes = {name: tuple(params[name][0].shape) for name in names}
-    shapes |= {name: each.full_shape(params[name][0]) for name, each in (partitions or {}).items() if name in shapes}
+def _buckets(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> list[Bucket]:
+    """Buckets of parameters that lie one by one.
+
+    Args:
+        units: of each unit but the root the names of its modules.
+    """
+    buckets = []
+    for (modules, dtype), members in _by_unit(params, units).items():
+        layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
+        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
+        buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
+    return buckets
+
+
+def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:
     return tuple(
-        ParamSpec(name, shapes[name], dtype, tuple(params[name][2]), params[name][0].requires_grad) for name in names
+        ParamSpec(name, tuple(param.shape), dtype, tuple(aliases), param.requires_grad)
+        for name, (param, _, aliases) in ((name, params[name]) for name in names)
     )
 
 
 def _dim(param: DTensor) -> int:
-    last = param.placements[-1]
-    return last.dim if isinstance(last, Shard) else 0
+    """The dim on which a parameter is sharded."""
+    return next((placement.dim for placement in param.placements if isinstance(placement, Shard)), 0)
 
 
 def _place_in(group: Any) -> tuple[int, int]:

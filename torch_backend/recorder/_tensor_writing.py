@@ -23,8 +23,8 @@ from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
-from torch_backend.recorder._partition import Partition
 from torch_backend.recorder._partition import Pieces as PiecesOfRanks
+from torch_backend.recorder._partition import in_forward
 from torch_backend.recorder._sketch import sample_of, sketches_of
 
 Pieces = dict[str, tuple[int, int, np.ndarray | Sketch]]
@@ -43,7 +43,8 @@ class Keeper:
         self._specs = writer.manifest.params
         self._modules = {name: module for module, name in view.watched.items()}
         # Forward has whole parameters of which ranks have pieces.
-        self._partitions = {held.name: held.partition for held in view.held if isinstance(held.partition, Partition)}
+        partitions = {held.name: held.partition for held in view.held if held.partition is not None}
+        self._partitions = {name: each for name, part in partitions.items() if (each := in_forward(part))}
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         """Whether any of an optimizer's parameters belong to the model."""
@@ -93,7 +94,7 @@ class Keeper:
             return
         gathered: Tensor | None = value
         if (ranks := self._view.engine.tensor_ranks) is not None:
-            gathered, others = ranks.whole(value, self._modules.get(module), use)
+            gathered, others = ranks.whole(value, self._modules.get(module), module, use)
             if others is not None:
                 self._disagreement(step, FORWARD, "", module, use, others)
         if gathered is not None and self._view.context is not None:
@@ -169,7 +170,7 @@ class Keeper:
     def _by_unit(self) -> list[tuple[str, list[Held]]]:
         found: dict[str, list[Held]] = {}
         for held in self._view.held:
-            if held.divided or held.stop > held.start:
+            if held.gathered or held.stop > held.start:
                 found.setdefault(held.unit, []).append(held)
         return list(found.items())
 

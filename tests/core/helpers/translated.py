@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ def translate(
     activations: Change = lambda name, array: array,
     framework: str = "jax",
     detail: str = "full",
+    settings: Mapping[str, Any] | None = None,
 ) -> Recording:
     """Write the recording again.
 
@@ -35,6 +37,7 @@ def translate(
         params: the other form of a parameter, its gradients and moments.
         modules: the other names of modules whose inputs and outputs are recorded; None: the same.
         activations: the other form of "MODULE.input" and "MODULE.output".
+        settings: of the other manifest; None: the same.
     """
     old = recording.manifest
     specs = [
@@ -46,6 +49,7 @@ def translate(
     made = replace(
         old, framework=framework, model="other", param_map=identity_map(paths.values()), units=units, detail=detail
     )
+    made = made if settings is None else replace(made, settings=settings)
     create_recording(directory, made)
     for rank in range(made.world_size):
         with RecordingWriter(directory, made, rank) as writer:

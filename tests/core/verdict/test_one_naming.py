@@ -64,7 +64,7 @@ def test_each_recording_keeps_its_side(tmp_path, given):
 def test_recordings_are_not_mapped_if_one_has_all_names_of_the_other(tmp_path):
     class Named:
         def __init__(self, *names):
-            self.manifest = SimpleNamespace(params=dict.fromkeys(names))
+            self.manifest = SimpleNamespace(params=dict.fromkeys(names), settings={})
 
     few, many = Named("a"), Named("a", "b")
     assert in_one_naming(few, many) == OneNaming(few, many) and in_one_naming(many, few) == OneNaming(many, few)
@@ -267,6 +267,20 @@ def test_parameters_of_one_recording_are_left_out_if_unused(tmp_path, num_unused
             assert any(each.name == "output of block" for each in found.judged)
         else:
             assert found.verdict is Verdict.INCOMPARABLE and "block.k_bias" in found.reason
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_one_side_did_not_record_are_not_compared(tmp_path, world_size):
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(world_size))
+    paths = {name: name for name in PATHS if name != "block.w"}
+    b = translate(a, tmp_path / "b", paths)
+    assert compare(a, b).verdict is Verdict.INCOMPARABLE
+    c = translate(a, tmp_path / "c", paths, settings={"not_recorded": ["block.w", "elsewhere"]})
+    for order in ((a, c), (c, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert found.notes == ("block.w, which jax did not record, is not compared",)
+        assert {each.name for each in found.judged if each.phase == "update"} == paths.keys()
 
 
 def test_forward_alone_leaves_no_parameter_out(tmp_path):

@@ -235,6 +235,40 @@ def test_tied_weights_of_two_stages_are_recorded_once_and_compared(ranks, tmp_pa
     assert found.verdict is Verdict.BUG and "mesh axis 'pp', rank 1 differ" in found.reason, found
 
 
+def sequential(rank: int, world_size: int, directory: str, *, damped: bool = False) -> None:
+    """Two stages whose parameters have the same names."""
+    torch.manual_seed(0)
+    parts: list[Any] = [
+        nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()).double(),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)).double(),
+    ]
+    if world_size == 1:
+        return train(
+            nn.Sequential(*(each for part in parts for each in part)), directory, microbatches=SAMPLES, units=None
+        )
+    if damped and rank == 1:
+        parts[1][1].register_forward_hook(lambda module, args, output: output * 0.999)
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
+    schedule = Schedule1F1B(
+        PipelineStage(parts[rank], rank, 2, torch.device("cpu"), group=group), SAMPLES, loss_fn=loss_of
+    )
+    return train(parts[rank], directory, pipeline=group, schedule=schedule, units=None)
+
+
+def test_stages_with_the_same_names_are_recorded_by_number(ranks, tmp_path):
+    for name, num_ranks, damped in (("one", 1, False), ("right", 2, False), ("wrong", 2, True)):
+        ranks.run(num_ranks, partial(sequential, damped=damped), str(tmp_path / name))
+    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+    names = [
+        f"stages.{stage}.{name}" for stage, name in ((0, "0.weight"), (0, "1.weight"), (1, "0.weight"), (1, "1.bias"))
+    ]
+    assert {*names} <= right.manifest.params.keys() and len(right.manifest.params) == len(one.manifest.params)
+    assert compare(one, right).verdict in FINE, compare(one, right)
+    found = compare(one, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.module == "4"
+
+
 def wrong_stages(rank: int, world_size: int, directory: str) -> str:
     group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
     with pytest.raises(UsageError) as raised:

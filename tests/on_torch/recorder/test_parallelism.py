@@ -392,7 +392,7 @@ def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path,
 
 
 def private_names(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
-    """(of each forward of a stage, whether it is seen to infer shapes; the private names of torch's fully_shard that lack)."""
+    """(of each forward of a stage, whether it is seen to infer shapes; the private names of torch that lack)."""
 
     class Asking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -403,19 +403,33 @@ def private_names(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
     model: Any = Asking(4, 4)
     schedule = Schedule1F1B(PipelineStage(model, rank, 2, torch.device("cpu")), 2, loss_fn=functional.mse_loss)
     schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), **({"target": torch.ones(4, 4)} if rank == 1 else {}))
-    state: Any = model
-    theirs.fully_shard(model)
-    for i, name in enumerate(path := ["_get_fsdp_state", "_fsdp_param_group", "mesh_info", "shard_mesh_dim"]):
-        if not hasattr(state, name):
-            return inferring, path[i:]
-        state = getattr(state, name)() if i == 0 else getattr(state, name)
-    return inferring, []
+    state: Any = theirs.fully_shard(model)._get_fsdp_state()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    hybrid: Any = theirs.FullyShardedDataParallel(
+        nn.Linear(4, 4),
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        sharding_strategy=theirs.ShardingStrategy.HYBRID_SHARD,
+    )
+    divided = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(divided, mesh["tp"], {"0": ColwiseParallel()})
+    replicated: Any = nn.parallel.DistributedDataParallel(divided, device_mesh=mesh["dp"])
+    read = {
+        "_fsdp_param_group": state,
+        "_mp_policy": state,
+        "mesh_info": state._fsdp_param_group,
+        "shard_mesh_dim": state._fsdp_param_group.mesh_info,
+        "_inter_node_pg": hybrid,
+        "_param_extensions": hybrid._handle.flat_param,
+        "_st_info": replicated.module[0].weight,
+    }
+    return inferring, [name for name, owner in read.items() if not hasattr(owner, name)]
 
 
 def test_torch_has_the_private_names_that_the_recorder_reads(ranks):
     for inferring, missing in ranks.run(2, private_names):
         assert inferring == [True, False, False], "torch.distributed.pipelining.stage infers shapes in other functions"
-        assert not missing, f"torch's fully_shard has no {missing[0]}"
+        assert not missing, f"torch has no {missing[0]}"
 
 
 def refused_digest(rank: int, world_size: int, directory: str) -> str:

@@ -1,0 +1,34 @@
+"""Notes on activations and local gradients that one recording alone has."""
+
+from crossframe.recording import RecordingWriter
+from crossframe.verdict import Verdict, compare
+from tests.core.helpers import synthetic
+
+
+def without(monkeypatch, directory, method, dropped=lambda *args: True):
+    """A recording without some calls of a writer's method."""
+    own = getattr(RecordingWriter, method)
+
+    def call(writer, *args, **options):
+        if not dropped(*args):
+            own(writer, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordingWriter, method, call)
+        return synthetic.record(directory)
+
+
+def test_activations_that_one_side_lacks_are_named(tmp_path, monkeypatch):
+    a = synthetic.record(tmp_path / "a")
+    b = without(monkeypatch, tmp_path / "b", "activation", lambda *args: args[2:4] == ("block", "output"))
+    assert compare(a, a).notes == ()
+    for order in ((a, b), (b, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert found.notes == ("the output of 'block', which a alone recorded, is not compared",)
+
+
+def test_local_gradients_that_one_side_lacks_are_named(tmp_path, monkeypatch):
+    found = compare(synthetic.record(tmp_path / "a"), without(monkeypatch, tmp_path / "b", "local_grads"))
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert found.notes == ("local gradients, which a alone recorded, are not compared",)
