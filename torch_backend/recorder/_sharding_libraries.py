@@ -215,15 +215,15 @@ class _Place:
 
     @classmethod
     def of(cls, meshes: Sequence[_Mesh], *, is_divided: bool) -> "_Place":
-        """The place on the largest mesh. Where units have different meshes that not all ranks are in, each rank is a replica of
-        its own, so that the values of ranks that no mesh joins are compared.
+        """The place on the largest mesh. Where units have different meshes and none of them has all ranks, each rank is a replica
+        of its own.
 
         Args:
             is_divided: whether ranks with one batch have parts of parameters, so that other ranks have the same place.
         """
         mesh = _largest(meshes)
         are_alike = all(each == mesh for each in meshes)
-        if not are_alike and not is_divided and any(each.size < dist.get_world_size() for each in meshes):
+        if not are_alike and not is_divided and mesh.size < dist.get_world_size():
             return cls((0, 1), (0, 1), (), {})
         return cls(_place_in(mesh.replicas), _place_in(mesh.shards), mesh.groups)
 

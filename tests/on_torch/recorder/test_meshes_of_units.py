@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import torch_backend as ours
 from crossframe.recording import Recording
-from crossframe.recording.event_format import PARAMETERS
+from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.verdict import Verdict, compare
 from tests.on_torch.recorder.test_further_parallelism import Gated
 from tests.on_torch.recorder.test_further_parallelism import Net as GatedNet
@@ -42,9 +42,9 @@ def shard(model: Any, kind: str, package: Any, meshes: Meshes) -> Any:
     elif kind == "halves":
         package.fully_shard(model.blocks[0], mesh=meshes["hybrid"]["shard"])
         package.fully_shard(model, mesh=meshes["all"])
-    elif kind == "flat halves":
+    elif kind == "crossed":
         package.fully_shard(model.blocks[0], mesh=meshes["hybrid"]["shard"], layout="flat")
-        package.fully_shard(model, mesh=meshes["all"], layout="ragged")
+        package.fully_shard(model, mesh=meshes["hybrid"]["replicate"], layout="ragged")
     elif kind == "FSDP1":
         wrap, strategies = (
             package.FullyShardedDataParallel,
@@ -96,7 +96,7 @@ def alone(rank: int, world_size: int, directory: str) -> None:
 CASES = [
     *(("columns", name) for name in ("ours", "torch")),
     *((kind, "torch") for kind in ("hybrid unit", "FSDP1")),
-    *((kind, "ours") for kind in ("halves", "flat halves", "layouts over tp")),
+    *((kind, "ours") for kind in ("halves", "crossed", "layouts over tp")),
 ]
 
 
@@ -108,14 +108,16 @@ def sharded(rank: int, world_size: int, directory: str, cases: list[tuple[str, s
     for kind, name in cases:
         model = shard(made(), kind, PACKAGES[name], meshes)
 
-        def average(model: Any = model) -> None:
-            """The mean over the halves, which no mesh of the unit joins. Each half has the mean of its own samples."""
-            for param in model.blocks[0].parameters():
-                grad = param.grad.local if hasattr(param.grad, "local") else param.grad.to_local()
-                dist.all_reduce(grad, group=meshes["hybrid"]["replicate"].get_group())
-                grad.div_(2)
+        def average(model: Any = model, kind: str = kind) -> None:
+            """The mean over the halves of ranks, which no mesh of a unit joins. Each half has the mean of its own samples."""
+            others = [] if kind == "halves" else [model.embed, model.blocks[1], model.norm, model.head]
+            for modules, axis in (([model.blocks[0]], "replicate"), (others, "shard")):
+                for param in (param for module in modules for param in module.parameters()):
+                    grad = param.grad.local if hasattr(param.grad, "local") else param.grad.to_local()
+                    dist.all_reduce(grad, group=meshes["hybrid"][axis].get_group())
+                    grad.div_(2)
 
-        options = {"joins": average} if "halves" in kind and not forgets else {}
+        options = {"joins": average} if kind in ("halves", "crossed") and not forgets else {}
         data = (rank // 2, 2) if "tp" in kind else (rank, 4)
         train(model, f"{directory}/{kind} {name}", data, **options)
 
@@ -145,6 +147,7 @@ def test_units_of_any_mesh_are_recorded_as_one_device_is(recordings, case):
     }
     for name in one.manifest.params:
         assert (one.full(PARAMETERS, 0, name) == other.full(PARAMETERS, 0, name)).all()
+        assert other.has(REDUCE, 1, name) and other.state_slots(1, name) == ("exp_avg", "exp_avg_sq")
     assert activations(other) == activations(one)
 
 
