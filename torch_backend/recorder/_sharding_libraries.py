@@ -360,6 +360,7 @@ def _gathered(
         units: of each unit but the root the names of its modules.
         options: of `Engine`.
     """
+    given: dict[str, Any] = {"axes": place.axes} | options
     return Engine(
         name,
         strategy,
@@ -369,7 +370,7 @@ def _gathered(
         _buckets(params, units),
         compute_dtype=compute_dtype,
         is_gathered=True,
-        **{"axes": place.axes} | options,
+        **given,
     )
 
 
