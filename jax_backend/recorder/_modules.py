@@ -1,6 +1,7 @@
-"""Modules by canonical name: their paths in JAX, and the order of dims of their activations in torch."""
+"""Modules by canonical name: their paths in JAX, their options, and the order of dims of their activations in torch."""
 
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from crossframe.errors import UsageError
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
 from jax_backend.activations import INPUT, OUTPUT
+from jax_backend.recorder._module_calls import description, parts_of
 
 # An image with its batch, even if no convolution of the map has as many dims: a model may cut it into patches itself.
 _IMAGE_DIMS = 4
@@ -35,6 +37,43 @@ def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, st
         if len(there := paths.get(module, ())) == 1 and (path := next(iter(there))):
             found[module] = path
     return found
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value is a module of flax or equinox."""
+    libraries = (sys.modules.get(name) for name in ("flax.nnx", "flax.linen", "equinox"))
+    return any(library is not None and isinstance(value, library.Module) for library in libraries)
+
+
+def describe_modules(model: Any, param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, str]:
+    """Class and options of a model's modules by canonical name, and by path where no name is known; "(root)" is the model.
+
+    Args:
+        model: a module of flax or equinox. Of linen, modules that are made while it is called are not described.
+    """
+    names = {path: name for name, path in module_paths(param_map, units).items()}
+    found: dict[str, str] = {}
+    for path, module in _modules_in(model):
+        found.setdefault(names.get(path, path) or "(root)", description(module))
+    return found
+
+
+def _modules_in(model: Any) -> Iterator[tuple[str, Any]]:
+    """A model and the modules inside it by path. A shared module has one path alone."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(model, nnx.Module):
+        for path, part in reversed(list(nnx.iter_modules(model))):  # outer modules first
+            if not isinstance(part, Collection):  # nnx.List and nnx.Dict
+                yield ".".join(map(str, path)), part
+        return
+    seen, waiting = set(), [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            inside = [(own, part) for own, part in parts_of(vars(module)) if is_module(part)]
+            waiting += [(f"{path}.{own}" if path else own, part) for own, part in reversed(inside)]
 
 
 def _is_several(entry: MapEntry) -> bool:

@@ -33,7 +33,7 @@ from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_f
 from jax_backend.recorder._arrays import ArrayPieces
 from jax_backend.recorder._grid import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
-from jax_backend.recorder._modules import check_channels_last
+from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._shards import ShardPieces
@@ -96,6 +96,8 @@ class Recorder:
     Args:
         directory: the directory of the recording.
         params: the initial parameters.
+        model: the model, a module of flax or equinox. Class and options of its modules are recorded for `crossframe check`; of
+            linen, without those of modules that are made while it is called. None: `params`, if they are a module of equinox.
         mesh: the mesh whose devices are the ranks; None: that of the parameters, or one device. A copy of the model is sharded
             over the axes that shard any parameter; the other axes are replicas.
         param_map: canonical (torch) names and axis orders; None: the paths of the pytree. ShardedParams have their own.
@@ -134,6 +136,7 @@ class Recorder:
         directory: str | Path,
         params: Any,
         *,
+        model: Any = None,
         mesh: Mesh | None = None,
         param_map: ParamMap | None = None,
         units: Iterable[str] | None = None,
@@ -207,8 +210,17 @@ class Recorder:
         self.params = self._source.moved(params, self.perturbed_run) if self.perturbed_run else params
         self._initial: Any = kept(self._source, self.params, detail)
         self._writers: Writers | None = None
+        if model is not None and not is_module(model):
+            raise UsageError(
+                f"model: expected a module of flax or equinox, or None, got {type(model).__name__}; for a model of functions "
+                "leave it out"
+            )
+        described = params if model is None and is_module(params) else model
         # Class and options of the model's modules, by canonical name.
         self.modules: dict[str, str] = {}
+        if described is not None:
+            units = [unit for unit, _ in self._source.units]
+            self.modules = describe_modules(described, self._source.param_map, filter(None, units))
         self._step, self._closed = 0, False
         self._waiting: list[_Waiting] = []
         self._begin_step()

@@ -2,13 +2,18 @@
 
 import sys
 
+import equinox as eqx
 import jax
 import pytest
+from flax import nnx
 
 import jax_backend
 from crossframe.check import check_recordings
 from crossframe.environment import Effect, differences, read_environment
+from crossframe.errors import UsageError
+from crossframe.param_map import ParamMap, linear, norm
 from crossframe.recording import Recording
+from jax_backend.nnx import params_of
 from jax_backend.recorder import script
 from jax_backend.recorder._facts import environment_of
 from tests.on_jax.helpers.scripts import EAGER, EQUINOX, LINEN, NNX, NNX_OUTSIDE_OF_JIT, TWO_CALLS
@@ -62,6 +67,38 @@ def test_another_epsilon_of_a_module_is_the_first_difference(tmp_path, monkeypat
     first = check_recordings(a, b).differences[0]
     assert (first.section, first.name, first.effect) == ("modules", "norm", Effect.CERTAINLY)
     assert "epsilon=1e-05" in str(first.a) and "epsilon=0.001" in str(first.b)
+
+
+def test_a_loop_states_the_modules_of_its_model(tmp_path):
+    class Net(nnx.Module):
+        def __init__(self, epsilon, rngs):
+            self.layers = nnx.List([nnx.Linear(3, 2, rngs=rngs)])
+            self.norm = nnx.LayerNorm(2, epsilon=epsilon, rngs=rngs)
+
+    def record(name, epsilon):
+        model = Net(epsilon, nnx.Rngs(0))
+        mapping = ParamMap.of(linear("layers.0", "layers.0"), norm("norm1", "norm"))
+        with jax_backend.Recorder(tmp_path / name, params_of(model), model=model, param_map=mapping) as recorder:
+            recorder.step(loss=1.0, params=recorder.params)
+        return Recording.open(tmp_path / name)
+
+    first = check_recordings(record("a", 1e-5), record("b", 1e-6)).differences[0]
+    assert (first.section, first.name, first.effect) == ("modules", "norm1", Effect.CERTAINLY)
+    stated = read_environment(tmp_path / "a", 0)
+    assert stated is not None
+    assert set(stated["modules"]) == {"(root)", "layers.0", "norm1"}
+    with pytest.raises(UsageError, match="model: expected a module of flax or equinox"):
+        jax_backend.Recorder(tmp_path / "c", {"w": jax.numpy.ones(2)}, model=len)
+
+
+def test_parameters_that_are_a_module_of_equinox_state_it(tmp_path):
+    model = eqx.nn.MLP(3, 2, 4, 1, use_final_bias=False, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    with jax_backend.Recorder(tmp_path / "a", params) as recorder:
+        recorder.step(loss=1.0, params=params)
+    stated = read_environment(tmp_path / "a", 0)
+    assert stated is not None
+    assert "use_bias=False" in str(stated["modules"]["layers.1"]) and "depth=1" in str(stated["modules"]["(root)"])
 
 
 def test_another_matmul_precision_is_a_difference():
