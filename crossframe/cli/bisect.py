@@ -44,7 +44,7 @@ class Options:
     Attributes:
         every: steps between two recorded ones, in the first recordings.
         steps: number of steps after which commands are ended; None: they run to their end.
-        perturbed_runs: of the first command, in the first recordings.
+        perturbed_runs: of the first command, in each of its recordings.
         resume: words that make a command go on from a checkpoint, with {step} for the number of steps that are done, and {side}
             for "a" or "b"; "" if it cannot.
         timeout: seconds that each run of `explain` may take.
@@ -236,10 +236,9 @@ class _StepSearch:
             TrainingCommand(each.script, (*each.arguments, *more), each.variables, each.nproc_per_node)
             for each, more in zip(self.pair, words, strict=True)
         ]
-        a, b = (
-            self.runs.record(f"{name}/{side}", command, **options)
-            for side, command in zip(SIDES, commands, strict=True)
-        )
+        # Perturbed runs measure rounding of recorded steps alone, so each recording of A needs its own.
+        a = self.runs.record(f"{name}/a", commands[0], **options, perturbed_runs=self.options.perturbed_runs)
+        b = self.runs.record(f"{name}/b", commands[1], **options)
         said = compare(a, b)
         where = said.first_divergence
         if start and (why := self._unlike((a, b), start) or (where and where.phase == PARAMETERS and "their values")):

@@ -486,6 +486,14 @@ def watch(
     timeout: Annotated[
         float | None, typer.Option(help="Stop if no step has ended for this many seconds. Default: wait")
     ] = None,
+    on_alarm: Annotated[
+        str | None,
+        typer.Option(
+            help="Shell command for each alarm, such as 'notify-send \"$CROSSFRAME_ALARM\"'. It also gets CROSSFRAME_RUN, "
+            "CROSSFRAME_ALARM_KIND and CROSSFRAME_ALARM_STEP. Default: none",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, when the run has ended.")] = False,
 ) -> None:
     """Show a run while it is being recorded, with alarms, until it ends.
@@ -499,7 +507,16 @@ def watch(
 
     with exit_on_error():
         raise typer.Exit(
-            watch_run(run, baseline=baseline, once=once, timeout=timeout, as_json=as_json, console=console)
+            watch_run(
+                run,
+                baseline=baseline,
+                once=once,
+                timeout=timeout,
+                on_alarm=on_alarm,
+                as_json=as_json,
+                console=console,
+                errors=errors,
+            )
         )
 
 

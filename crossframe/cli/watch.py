@@ -4,8 +4,8 @@ import json
 import math
 import textwrap
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,15 +19,26 @@ from crossframe.errors import UsageError
 from crossframe.inspection.values import finite_or_none
 from crossframe.monitoring import Alarm, Follower
 from crossframe.monitoring.baseline import BaselineRule
+from crossframe.processes import run
 
 POLL_SECONDS = 0.5
+ACTION_SECONDS = 60.0
+"""The time that the line of --on-alarm may take."""
 _MOST_UNITS = 12
 _MOST_ALARMS = 8
 _LEAST_WIDTH, _WIDEST = 20, 60
 
 
 def watch(
-    directory: Path, *, baseline: Path | None, once: bool, timeout: float | None, as_json: bool, console: Console
+    directory: Path,
+    *,
+    baseline: Path | None,
+    once: bool,
+    timeout: float | None,
+    on_alarm: str | None = None,
+    as_json: bool,
+    console: Console,
+    errors: Console,
 ) -> int:
     """Follow a run until it ends; returns the exit status.
 
@@ -36,6 +47,7 @@ def watch(
         baseline: a golden, or a recording with perturbed runs.
         once: show the run as it is now.
         timeout: seconds without a new step after which to stop; None: wait.
+        on_alarm: a line for the shell, which is run for each alarm; None: nothing is run.
         as_json: print the result as JSON.
 
     Raises:
@@ -46,12 +58,17 @@ def watch(
         raise UsageError(f"watch: --timeout: expected a positive number of seconds, got {timeout}")
     follower = Follower(directory, None if baseline is None else BaselineRule(baseline))
     if once:
-        follower.advance()
+        _act(on_alarm, directory, follower.advance()[0], errors)
     elif as_json or not console.is_terminal:
-        _follow(follower, timeout, lambda alarms: None if as_json else _print(console, alarms))
+        for alarms in _new_alarms(follower, timeout):
+            if not as_json:
+                _print(console, alarms)
+            _act(on_alarm, directory, alarms, errors)
     else:
         with Live(console=console, auto_refresh=False) as live:
-            _follow(follower, timeout, lambda _: live.update(view(follower, directory, console.width), refresh=True))
+            for alarms in _new_alarms(follower, timeout):
+                live.update(view(follower, directory, console.width), refresh=True)
+                _act(on_alarm, directory, alarms, errors)
     if as_json:
         print(json.dumps(to_json(follower, directory), indent=1))
     elif once or not console.is_terminal:
@@ -62,19 +79,35 @@ def watch(
     return AGREE if once or follower.ended else UNSETTLED
 
 
-def _follow(follower: Follower, timeout: float | None, show: Any) -> None:
-    """Judge the run until it ends, or until no step has ended for `timeout` seconds.
-
-    Args:
-        show: a function of the new alarms, called after each look at the recording.
-    """
+def _new_alarms(follower: Follower, timeout: float | None) -> Iterator[list[Alarm]]:
+    """The new alarms at each look at the recording, until the run ends, or no step has ended for `timeout` seconds."""
     while True:
         alarms, _ = follower.advance()
-        show(alarms)
+        yield alarms
         waited = time.monotonic() - follower.changed_at
         if follower.ended or (timeout is not None and waited >= timeout):
             return
         time.sleep(POLL_SECONDS if timeout is None else min(POLL_SECONDS, timeout))
+
+
+def _act(on_alarm: str | None, directory: Path, alarms: Sequence[Alarm], errors: Console) -> None:
+    """Run the user's line for each alarm. If it fails, that is reported, and watching goes on."""
+    for alarm in alarms if on_alarm is not None else ():
+        environment = {
+            "CROSSFRAME_RUN": str(directory),
+            "CROSSFRAME_ALARM": alarm.describe(),
+            "CROSSFRAME_ALARM_KIND": alarm.kind.value,
+            "CROSSFRAME_ALARM_STEP": str(alarm.step),
+        }
+        try:
+            status, _ = run(
+                ["sh", "-c", on_alarm], prints_to_stderr=True, environment=environment, timeout=ACTION_SECONDS
+            )
+            failure = f"exit status {status}" if status else ""
+        except TimeoutError as error:
+            failure = str(error)
+        if failure:
+            errors.print(f"watch: --on-alarm failed at the alarm of step {alarm.step}: {failure}", style="yellow")
 
 
 def _lines(text: str, width: int, style: str = "") -> list[Text]:

@@ -28,8 +28,11 @@ def goldens(
     ] = False,
     num: Annotated[int | None, typer.Option(help="Only so many faults, in an order drawn once. Default: all")] = None,
     framework: Annotated[str | None, typer.Option(help="Only faults of torch or jax. Default: all")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="Only this fault. May be repeated. Default: all")] = None,
     change: Annotated[list[str] | None, typer.Option(help="Only this change. May be repeated. Default: all")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the results as JSON.")] = Path("runs/goldens"),
+    output: Annotated[Path, typer.Option(help="Folder for the results as JSON. Answers in it are kept.")] = Path(
+        "runs/goldens"
+    ),
 ) -> None:
     """Check faults, harmless changes and parity runs against goldens.
 
@@ -42,7 +45,7 @@ def goldens(
         if harmless:
             measure_harmless(change or (), output / "harmless.json", console)
         if faults:
-            measure_faults(num, framework, output / "faults.json", console)
+            measure_faults(fault or (), num, framework, output / "faults.json", console)
         if record_again:
             record_parity(console)
         if parity:

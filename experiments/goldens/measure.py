@@ -56,20 +56,25 @@ class Checked:
     seconds: float
 
 
-def measure_faults(num: int | None, framework: str | None, output: Path, console: Console) -> None:
+def measure_faults(
+    names: Sequence[str], num: int | None, framework: str | None, output: Path, console: Console
+) -> None:
     """Check faults against goldens of clean runs in the same framework, in an order drawn once.
 
     Faults in the parity run come first, since its golden in torch is there already.
 
     Args:
+        names: only these; none: all.
         num: only the first so many in this order; None: all.
         framework: only faults of this framework; None: all.
         output: JSON file, rewritten after each fault. Faults that it has keep their first answers.
     """
-    done: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
-    known = {each["name"] for each in done}
     chosen = [each for each in FAULTS.values() if DTYPE in each.dtypes and framework in (None, each.frameworks[0])]
+    _check_names("fault", names, [fault.name for fault in chosen])
+    done = _answers(output)
+    known = {each["name"] for each in done}
     random.Random(0).shuffle(chosen)
+    chosen = [fault for fault in chosen if not names or fault.name in names]
 
     def order(fault: Fault) -> tuple[bool, int, str]:
         """As few processes as possible are started."""
@@ -119,20 +124,20 @@ def measure_harmless(names: Sequence[str], output: Path, console: Console) -> No
 
     Args:
         names: none: all.
-        output: JSON file, rewritten after each change.
+        output: JSON file, rewritten after each change. Changes that it has keep their first answers.
     """
     from experiments.goldens.training import CHANGES, Change, train
 
-    if strange := [name for name in names if name not in CHANGES]:
-        raise UsageError(f"change: expected among {', '.join(CHANGES)}, got {', '.join(strange)}")
+    _check_names("change", names, list(CHANGES))
     options = Options(Schedule(2, 1), "torch")
-    done: list[dict[str, Any]] = []
+    done = _answers(output)
+    chosen = [name for name in names or CHANGES if name not in {each["name"] for each in done}]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         first = InProcess(lambda: train(Change()), "goldens").record(options, folder / "first", PERTURBED_RUNS)
         condense(first, first.perturbed_runs(), most_bytes=1000 * MAX_KB).write(folder / "first.golden")
         golden = Recording.open(folder / "first.golden")
-        for name in names or CHANGES:
+        for name in chosen:
             change, began = CHANGES[name], time.monotonic()
             try:
                 if change.world_size > 1 or change.packages:
@@ -162,6 +167,15 @@ def _in_processes(name: str, change: object, options: Options, folder: Path) -> 
             os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def _check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    if strange := [name for name in names if name not in known]:
+        raise UsageError(f"{what}: expected among {', '.join(known)}, got {', '.join(strange)}")
+
+
+def _answers(output: Path) -> list[dict[str, Any]]:
+    return json.loads(output.read_text()) if output.exists() else []
 
 
 def _checked(

@@ -14,6 +14,7 @@ from crossframe.cli.training_command import TrainingCommand
 from crossframe.environment.configuration import format_configuration, parse_configuration
 from crossframe.errors import FailedRunError
 from crossframe.recording import Schedule
+from crossframe.recording.event_format import perturbed_run_folder
 from tests.commands import invoke, status_of
 from tests.core.helpers import synthetic
 
@@ -73,6 +74,36 @@ def test_the_step_is_found_by_denser_recordings_and_an_interrupted_search_goes_o
 
 
 STAGES = ["first", "every-3-from-0-to-25", "dense-1-from-0-to-24"]
+
+
+def test_perturbed_runs_measure_rounding_in_every_recording(monkeypatch, tmp_path):
+    """Two float32 runs that round differently in every step, and one of which goes wrong at step 4."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+    def record_script(script, arguments, *, output, perturbed_runs, stop_after, every, dense, windows, **_):
+        def tamper(seed):
+            rounds = synthetic.jitter(seed, 2e-7)
+
+            def change(phase, step, rank, name, array):
+                is_wrong = "--other" in arguments and step >= 4 and (phase, name) == ("reduce", "embed")
+                return rounds(phase, step, rank, name, array * np.float32(1.00006) if is_wrong else array)
+
+            return change
+
+        made = synthetic.manifest(
+            dtype="float32", steps=min(STEPS, stop_after or STEPS), schedule=Schedule(dense, every, tuple(windows))
+        )
+        synthetic.record(output, made, tamper=tamper(100 if "--other" in arguments else 0), overwrite=True)
+        for number in range(1, perturbed_runs + 1):
+            path = output / perturbed_run_folder(number)
+            synthetic.record(path, made, tamper=tamper(number), overwrite=True)
+
+    monkeypatch.setattr(kept_runs, "record_script", record_script)
+    words = ("--every", 5, "--perturbed-runs", 4, "--", "train.py", "--", "train.py", "--other")
+    status, said = invoke("bisect", "--output", "out", *words)
+    assert status == 1 and "the runs diverge at step 4:" in said, said
+    assert "measured on 4 perturbed runs of a" in said[said.index("the runs diverge") :]
 
 
 def test_the_result_as_json_is_all_that_is_printed(trained, tmp_path, capfd):

@@ -200,6 +200,15 @@ def test_the_command_shows_a_run_and_exits_by_what_it_found(tmp_path, monkeypatc
     assert run(tmp_path / "none")[0] == 2 and run(tmp_path / "right", "--timeout", "0")[0] == 2
 
 
+def test_each_alarm_runs_a_command_of_the_user(tmp_path):
+    write_run(tmp_path / "nan", manifest(settings=SGD), tamper=nan_at("forward", 1))
+    line = f'echo "$CROSSFRAME_ALARM_KIND, $CROSSFRAME_ALARM_STEP, $CROSSFRAME_ALARM" >> {tmp_path / "log"}; exit 3'
+    status, said = run(tmp_path / "nan", "--on-alarm", line)
+    assert status == 1 and "--on-alarm failed at the alarm of step 1: exit status 3" in said
+    (logged,) = (tmp_path / "log").read_text().splitlines()
+    assert logged.startswith("not finite, 1, not finite: step 1, ranks 0, 1: the loss is the first value")
+
+
 class Writer:
     """What a SummaryWriter, or a run of W&B, is given."""
 
