@@ -268,7 +268,8 @@ def record_baseline(
 ) -> None:
     """Run a training command and its perturbed runs, and write a golden: sketches, the spread of the runs, and the manifest.
 
-    COMMAND is [NAME=VALUE ...] [python] SCRIPT ARGUMENTS, or [NAME=VALUE ...] torchrun --nproc-per-node N SCRIPT ARGUMENTS.
+    COMMAND is SCRIPT ARGUMENTS, python SCRIPT ARGUMENTS, or torchrun --nproc-per-node N SCRIPT ARGUMENTS. Variables may stand
+    before it, as NAME=VALUE.
     """
     from crossframe.cli.baseline import Options, record_golden
 
@@ -382,7 +383,10 @@ def bisect(
         int | None, typer.Option(help="Number of steps after which commands are ended. Default: none")
     ] = None,
     perturbed_runs: Annotated[
-        int, typer.Option(help="Further runs of A that only round otherwise: they measure rounding.")
+        int,
+        typer.Option(
+            help="Further runs of A, for each of its recordings, that only round otherwise: they measure rounding."
+        ),
     ] = 0,
     resume: Annotated[
         str,
@@ -404,7 +408,8 @@ def bisect(
     With --settings, A is run with some of the environment variables, options and configuration keys of B, until minimal sets
     that make the runs diverge are found.
 
-    Exit status: 0 the runs agree, 1 they diverge, 2 wrong use or a run that fails, 3 undecided, 4 different runs.
+    Exit status: 0 the runs agree, 1 they diverge, 2 wrong use or a run that fails, 3 undecided, 4 different runs, 5 a different
+    computation.
     """
     from crossframe.cli.bisect import Options
     from crossframe.cli.bisect import bisect as bisect_commands
@@ -544,7 +549,7 @@ def check(
     sources, command lines, configuration files, modules, parameters, initial values, states of random generators, optimizers
     and batches.
 
-    Exit status: 0 nothing differs that changes numbers, 1 something changes them, 3 something may change them.
+    Exit status: 0 nothing differs that changes numbers, 1 something changes them, 2 wrong use, 3 something may change them.
     """
     from crossframe.cli.check import check as check_runs
 
