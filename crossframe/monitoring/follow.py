@@ -17,6 +17,7 @@ from crossframe.monitoring.alarm import Alarm, AlarmFilter, Kind
 from crossframe.monitoring.baseline import BaselineRule
 from crossframe.monitoring.gradients import GradientRule
 from crossframe.monitoring.losses import LossRule
+from crossframe.monitoring.parameters import ParameterRule
 from crossframe.monitoring.updates import UpdateRule
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.event_format import REDUCE, UPDATE
@@ -70,7 +71,7 @@ class Follower:
         manifest = self._live.manifest
         self._baseline = baseline
         self._alarm_filter, self._losses_rule, self._updates = AlarmFilter(), LossRule(), UpdateRule()
-        self._gradients = GradientRule(_epsilon(manifest))
+        self._gradients, self._parameters = GradientRule(_epsilon(manifest)), ParameterRule()
         self._trains = not manifest.settings.get(FORWARD_ONLY)
         self._known: set[str] = set()
         self.alarms: list[Alarm] = []
@@ -135,6 +136,7 @@ class Follower:
         if recorded:
             self.last = numbers
             found += self._gradient(recording, step, numbers)
+            found += self._parameter(step, numbers)
             found += self._optimizer(recording, step)
         return self._alarm_filter.new(step, _RECORDED_STEP if recorded else _EVERY_STEP, found), numbers
 
@@ -165,6 +167,13 @@ class Follower:
             {unit: (norm, sizes[unit]) for unit, norm in numbers.gradients.items()}
         ).items():
             yield Alarm(Kind.GRADIENT, step, unit, f"step {step}: the gradient of unit {unit or '(root)'!r} {text}")
+
+    def _parameter(self, step: int, numbers: StepScalars) -> Iterable[Alarm]:
+        for unit, text in self._parameters.add(numbers.parameters).items():
+            subject = f"parameters of {unit}"
+            yield Alarm(
+                Kind.OPTIMIZER, step, subject, f"step {step}: the parameters of unit {unit or '(root)'!r} {text}"
+            )
 
     def _optimizer(self, recording: Recording, step: int) -> Iterable[Alarm]:
         for each in optimizer_deviations_at(recording, step)[:1]:

@@ -9,7 +9,8 @@
 - *Vanishes* under Adam: at two recorded steps in a row, the root mean square of its elements is below the optimizer's epsilon,
   which then reduces the step of an average element to less than half, while that of another unit is `MUCH_LARGER` times epsilon.
 
-A unit without gradient, such as one that was frozen, has not vanished.
+A unit that never had a gradient, such as a frozen one, has not vanished. If a unit no longer has one, it counts as zero: the unit
+was detached from the loss, or frozen in the middle of training.
 """
 
 import math
@@ -52,12 +53,14 @@ class GradientRule:
         """Add a step; returns what is wrong, as a clause, by unit.
 
         Args:
-            units: (norm, number of elements) of the gradient of each unit.
+            units: (norm, number of elements) of the gradient of each unit that has one.
         """
         found: dict[str, str] = {}
         total = math.sqrt(sum(norm**2 for norm, _ in units.values()))
         if not math.isfinite(total) or not total:
             return found
+        absent = [unit for unit in self._past if unit not in units]
+        units = {**units, **dict.fromkeys(absent, (0.0, 1))}
         sizes = {unit: norm / math.sqrt(max(numel, 1)) for unit, (norm, numel) in units.items()}
         for unit, (norm, _) in units.items():
             past = self._past.setdefault(unit, _Past())
@@ -67,7 +70,7 @@ class GradientRule:
                 )
             vanishes = self._vanishes(past, norm, norm / total, sizes[unit], max(sizes.values()))
             if vanishes and past.vanished_before:
-                found[unit] = vanishes
+                found[unit] = "vanishes: the unit no longer has one" if unit in absent else vanishes
             past.vanished_before = bool(vanishes)
             if norm:
                 past.largest, past.num = max(past.largest, norm), past.num + 1

@@ -8,6 +8,7 @@ import pytest
 from crossframe.monitoring.alarm import QUIET_STEPS, Alarm, AlarmFilter, Kind
 from crossframe.monitoring.gradients import EXPLOSION, MIN_PAST_STEPS, GradientRule
 from crossframe.monitoring.losses import LossRule, num_recent
+from crossframe.monitoring.parameters import ParameterRule
 
 CURVE = 1 + 4 * np.exp(-np.arange(400) / 60)
 NOISE = np.random.default_rng(0).normal(0, 0.05, 400)
@@ -74,10 +75,11 @@ def test_losses_that_are_not_finite_end_the_comparison():
 
 
 def gradients(change, *, epsilon=None, steps=MIN_PAST_STEPS + 4):
-    """What the rule says of unit "b" at each step; `change` multiplies its gradient."""
+    """What the rule says of unit "b" at each step; `change` is the norm of its gradient, or None where it has none."""
     rule, said = GradientRule(epsilon), []
     for step in range(steps):
-        found = rule.add({"a": (1.0 + 0.1 * (step % 3), 100), "b": (change(step), 100)})
+        norm = change(step)
+        found = rule.add({"a": (1.0 + 0.1 * (step % 3), 100)} | ({} if norm is None else {"b": (norm, 100)}))
         assert set(found) <= {"b"}
         said.append(found.get("b", ""))
     return said
@@ -86,6 +88,7 @@ def gradients(change, *, epsilon=None, steps=MIN_PAST_STEPS + 4):
 def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
     assert not any(gradients(lambda step: 1.0 if step != 6 else EXPLOSION / 2))
     assert not any(gradients(lambda step: 0.0 if step in (0, 6) else 1.0))  # begins with zeros, and is unused once
+    assert not any(gradients(lambda step: None if step in (0, 1, 2, 6) else 1.0))  # frozen at first, and unused once
     assert not any(gradients(lambda step: 1e-6 * 200.0 ** min(step, 3)))  # grows from nearly zero at the start
     rule = GradientRule(None)
     for step in range(MIN_PAST_STEPS + 4):  # another unit explodes, and this one does not vanish
@@ -100,6 +103,7 @@ def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
     [
         pytest.param(lambda s: 1.0 if s < 6 else 200.0, None, "explodes: its norm is 200", 6, id="explodes"),
         pytest.param(lambda s: 1.0 if s < 6 else 0.0, None, "exactly zero", 7, id="zero"),
+        pytest.param(lambda s: 1.0 if s < 6 else None, None, "the unit no longer has one", 7, id="lost"),
         pytest.param(lambda s: 1.0 if s < 6 else 1e-5, None, "of the norm of all gradients", 7, id="share"),
         pytest.param(lambda s: 1e-8, 1e-8, "the optimizer's epsilon of 1e-08", 1, id="epsilon"),
     ],
@@ -107,6 +111,20 @@ def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
 def test_a_gradient_that_explodes_or_vanishes_is_found(change, epsilon, text, step):
     said = gradients(change, epsilon=epsilon)
     assert next(i for i, each in enumerate(said) if each) == step and text in said[step]
+
+
+def test_parameters_that_jump_are_found_and_those_that_grow_are_not():
+    def said(norm_of, steps=12):
+        rule = ParameterRule()
+        return [rule.add({"a": 1.0, "b": norm_of(step)}).get("b", "") for step in range(steps)]
+
+    found = said(lambda step: 2.0 if step < 8 else 1e9)
+    assert [bool(each) for each in found] == [step == 8 for step in range(12)]
+    assert "1e+09, 5e+08 times the largest of 8 earlier steps" in found[8]
+    assert not any(
+        said(lambda step: 0.0 if step < 7 else 10.0 ** (step - 7))
+    )  # zeros at first, then many steps of growth
+    assert not any(said(lambda step: 2.0 if step < 8 else math.nan))
 
 
 def test_an_alarm_that_goes_on_is_raised_once_and_again_after_a_pause():
