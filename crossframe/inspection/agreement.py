@@ -74,19 +74,14 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
     for step in range(recording.num_steps):
         differing, edited = disagreements_at(recording, step)
         found += differing
-        if edited:
-            more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-            notes.append(
-                f"step {step}: parameters were changed after the update of the step before, alike on all ranks: "
-                f"{edited[0]!r}{more}"
-            )
+        notes += [edited] if edited else []
         fed_alike = fed_alike or _same_batches(recording, step)
     return found, [*notes, fed_alike] if fed_alike else notes
 
 
-def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
-    """The values of a step on which ranks disagree, in causal order, and names of parameters that were changed after the update
-    of the step before, alike on all ranks."""
+def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement], str]:
+    """The values of a step on which ranks disagree, in causal order, and a note of parameters that were changed after the update
+    of the step before, alike on all ranks; "" if there are none."""
     found: list[Disagreement] = []
     edited: list[str] = []
     recorded = recording.is_recorded(step)
@@ -102,7 +97,11 @@ def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement
     if recorded:
         for phase in (STATE, UPDATE):
             found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
-    return found, edited
+    if not edited:
+        return found, ""
+    more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+    what = "parameters were changed after the update of the step before, alike on all ranks"
+    return found, f"step {step}: {what}: {edited[0]!r}{more}"
 
 
 def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:

@@ -160,6 +160,13 @@ def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_p
     assert any(text in alarm.text for alarm in follower.alarms)
 
 
+def test_parameters_that_the_loop_changes_after_the_update_are_a_note(tmp_path):
+    changed = faulty.Faults(gathered=lambda step, rank, name, now, old: now * 0.999 if step else now)
+    follower = Follower(faulty.record(tmp_path / "run", changed, other={"lr": faulty.RATE}).directory)
+    follower.advance()
+    assert any(note.startswith("step 1: parameters were changed after the update") for note in follower.notes)
+
+
 def test_a_healthy_run_in_sketches_is_quiet(tmp_path, monkeypatch):
     monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
     recording = faulty.record(tmp_path / "run", dtype="float32", clip=None, detail="sketch")
