@@ -92,7 +92,9 @@ def _new_alarms(follower: Follower, timeout: float | None) -> Iterator[list[Alar
 
 def _act(on_alarm: str | None, directory: Path, alarms: Sequence[Alarm], errors: Console) -> None:
     """Run the user's line for each alarm. If it fails, that is reported, and watching goes on."""
-    for alarm in alarms if on_alarm is not None else ():
+    if on_alarm is None:
+        return
+    for alarm in alarms:
         environment = {
             "CROSSFRAME_RUN": str(directory),
             "CROSSFRAME_ALARM": alarm.describe(),
