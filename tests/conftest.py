@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests import forked
 from tests.ranks import Ranks, started_ranks
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the processes that tests interrupt.
@@ -86,3 +87,9 @@ def ranks() -> Iterator[Ranks]:
     """Processes with a gloo group, by world size."""
     with started_ranks() as started:
         yield started
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that are recorded run in forks of the server of ranks."""
+    monkeypatch.setattr("crossframe.cli.record.run", forked.run)

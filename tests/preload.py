@@ -10,6 +10,7 @@ with warnings.catch_warnings():
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    import torch_backend  # noqa: F401
+    import torch_backend
+    import torch_backend.recorder.script  # noqa: F401
 
 torch.set_num_threads(1)

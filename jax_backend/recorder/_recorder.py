@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from crossframe.errors import RecordingError, UsageError
-from crossframe.monitoring import Monitor
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest, Schedule
@@ -40,6 +39,9 @@ from jax_backend.recorder._shards import ShardPieces
 from jax_backend.recorder._taps import Value
 from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._sharded_params import ShardedParams
+
+if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
+    from crossframe.monitoring import Monitor
 
 # Steps whose losses stay on the device, so that the loop does not wait for them.
 _MOST_WAITING = 2
@@ -150,7 +152,7 @@ class Recorder:
         perturbed_run: int | None = None,
         forward_only: bool = False,
         overwrite: bool = False,
-        monitor: Monitor | None = None,
+        monitor: "Monitor | None" = None,
         manifest: Manifest | None = None,
         name: str = "model",
         dtype: str | None = None,

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
-from crossframe.monitoring import Monitor
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
@@ -35,6 +34,9 @@ from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter, replay
 from torch_backend.recorder._tensor_writing import Keeper
+
+if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
+    from crossframe.monitoring import Monitor
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
 _MOST_WAITING = 32
@@ -164,7 +166,7 @@ class Recorder(Listener):
         perturbed_run: int | None = None,
         forward_only: bool = False,
         overwrite: bool = False,
-        monitor: Monitor | None = None,
+        monitor: "Monitor | None" = None,
         name: str | None = None,
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,

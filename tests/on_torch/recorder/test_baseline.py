@@ -55,7 +55,7 @@ def test_two(training):
 """
 
 
-def test_a_script_is_checked_against_its_golden(tmp_path, monkeypatch, capfd):
+def test_a_script_is_checked_against_its_golden(forks, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     command = ("--", "python", "train.py")

@@ -439,7 +439,7 @@ if kind != "one":
 
 
 @pytest.mark.parametrize(("kind", "microbatches"), [("stages", SAMPLES), ("context", 1)])
-def test_unchanged_scripts_with_stages_or_parts_of_sequences_are_recorded(tmp_path, kind, microbatches):
+def test_unchanged_scripts_with_stages_or_parts_of_sequences_are_recorded(forks, tmp_path, kind, microbatches):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     options = {"every": 1, "dense": 1, "perturbed_runs": 0, "windows": (), "overwrite": False}
