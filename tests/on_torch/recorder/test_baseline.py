@@ -122,11 +122,11 @@ def test_the_plugin_updates_and_compares_under_xdist(tmp_path):
     plugin = [] if known else ["-p", "crossframe.pytest_plugin"]
 
     def run(*options, eps="1e-5"):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "-n", "2", *options]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *options]
         variables = {"EPS": eps, "PYTHONPATH": str(Path(__file__).parents[3])}
         return subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
 
-    updated = run("--update-baselines")
+    updated = run("-n", "2", "--update-baselines")
     assert updated.returncode == 0 and updated.stdout.count(" kB") == 2, updated.stdout + updated.stderr
-    failed = run(eps="1e-1")
+    failed = run("-n", "1", eps="1e-1")
     assert failed.returncode == 1 and failed.stdout.count("There is a bug: at step 0") >= 2, failed.stdout
