@@ -10,7 +10,7 @@ of an activation is computed again too, which costs a copy, and a result of para
 activation.
 
 JAX applies the policy also inside of a jax.checkpoint in the loss function, whose own policy then has no effect: all activations
-are saved. `remat` hides the recomputation from it in a custom_vjp.
+are saved. `remat` hides the recomputation from it in a custom_vjp; a loop over layers uses it to save less (`keeps_sums`).
 
 XLA decides in the end. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
 gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
@@ -56,13 +56,62 @@ def keeps_activations(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "all_gather" and primitive.name not in LAYOUT_PRIMITIVES
 
 
+ELEMENTWISE = frozenset(
+    (
+        *(
+            "abs",
+            "add",
+            "add_any",
+            "cbrt",
+            "ceil",
+            "clamp",
+            "cos",
+            "div",
+            "erf",
+            "erf_inv",
+            "exp",
+            "exp2",
+            "expm1",
+            "floor",
+        ),
+        *(
+            "integer_pow",
+            "is_finite",
+            "log",
+            "log1p",
+            "logistic",
+            "max",
+            "min",
+            "mul",
+            "neg",
+            "pow",
+            "rem",
+            "round",
+            "rsqrt",
+        ),
+        *("sign", "sin", "sqrt", "square", "sub", "tan", "tanh"),
+        *("and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n", "xor"),
+    )
+)
+"""Primitives of single elements, which XLA fuses into whatever reads their results."""
+
+
+def keeps_sums(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The checkpoint policy inside of a loop over layers: of activations, save what `ELEMENTWISE` does not compute.
+
+    Of an unrolled program XLA computes elementwise results again where backward reads them, instead of keeping them in memory. It
+    cannot do so from one loop to another: all that is saved there is stored for each layer.
+    """
+    return keeps_activations(primitive) and primitive.name not in ELEMENTWISE
+
+
 def reshard_after_forward(fun: Callable) -> Callable:
     """`fun` with gathers that run again in backward."""
     # prevent_cse is on by default: XLA should not merge the second gather with the first.
     return jax.checkpoint(fun, policy=keeps_activations)
 
 
-def remat(fun: Callable) -> Callable:
+def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callable:
     """`jax.checkpoint` for use in a loss function: backward computes `fun` again instead of saving its activations.
 
     Use it instead of `jax.checkpoint`, which has no effect where units are resharded after forward: all activations are saved
@@ -70,6 +119,8 @@ def remat(fun: Callable) -> Callable:
 
     Args:
         fun: a function of pytrees of arrays. Arrays that it closes over are differentiated too.
+        policy: which results are saved nevertheless, as in jax.checkpoint
+            (`jax.checkpoint_policies.save_only_these_names("scores")`); None: none. A loop over layers saves no elementwise ones.
 
     Returns:
         `fun`, for reverse-mode differentiation.
@@ -78,12 +129,10 @@ def remat(fun: Callable) -> Callable:
     @wraps(fun)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         converted, closed_over = jax.closure_convert(lambda *given: fun(*given, **kwargs), *args)
-
-        def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-            return jax.vjp(jax.checkpoint(converted), *given)[1](cotangents)
-
         call = jax.custom_vjp(converted)
-        call.defvjp(lambda *given: (converted(*given), given), backward)
+        recomputed = jax.checkpoint(converted, policy=policy)
+        # What is saved is in the second result, a function that is a pytree.
+        call.defvjp(lambda *given: jax.vjp(recomputed, *given), lambda pullback, cotangents: pullback(cotangents))
         return call(*args, *closed_over)
 
     return checkpointed

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from crossframe.errors import UsageError
-from jax_backend.engine._remat import reshard_after_forward
+from jax_backend.engine._remat import keeps_sums, remat
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 
@@ -62,6 +62,9 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over stacked blocks.
 
+    If the unit is resharded after forward, backward gathers each layer again and computes elementwise results again; results of
+    matrix products, reductions and the like are saved (`jax_backend.remat` inside of `body` saves less).
+
     Args:
         body: from (carry, the parameters of one block, x) to (carry, y).
         init: the first carry.
@@ -94,5 +97,5 @@ def scan(
         return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
     # In addition to the checkpoint around the whole loss, which would gather all layers in a loop before backward.
-    loop = reshard_after_forward(layer) if stack.frees else layer
+    loop = remat(layer, policy=keeps_sums) if stack.frees else layer
     return jax.lax.scan(loop, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)

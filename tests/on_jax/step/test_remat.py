@@ -1,9 +1,12 @@
 """Recomputation of activations inside a loss function, with and without resharding after forward."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_backend import remat, scan, shard, unshard, value_and_grad
 from jax_backend.programs._jaxpr import inner_jaxprs
@@ -18,8 +21,9 @@ def loss_with(checkpoint):
 
     def loss(params, batch):
         def block(hidden, own, power):
-            for _ in range(DEPTH):
-                hidden = jnp.tanh(hidden @ own["kernel"] + own["bias"]) * params["out"].sum() ** power
+            for i in range(DEPTH):
+                product = checkpoint_name(hidden @ own["kernel"], f"product {i}")
+                hidden = jnp.tanh(product + own["bias"]) * params["out"].sum() ** power
             return hidden
 
         block = checkpoint(block)
@@ -55,9 +59,11 @@ def num_saved(checkpoint):
 
 
 def test_activations_are_computed_again_where_units_are_resharded():
-    assert num_saved(lambda block: block) >= DEPTH
-    assert num_saved(jax.checkpoint) >= DEPTH  # without effect, which is why there is `remat`
+    # Of a layer its input and its products: what is elementwise is computed again in any loop.
+    assert num_saved(lambda block: block) == 1 + DEPTH
+    assert num_saved(jax.checkpoint) == 1 + DEPTH  # without effect, which is why there is `remat`
     assert num_saved(remat) == 1
+    assert num_saved(partial(remat, policy=jax.checkpoint_policies.save_only_these_names("product 2"))) == 2
 
 
 @pytest.mark.parametrize("reshard", [True, False])
