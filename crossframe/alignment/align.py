@@ -17,6 +17,7 @@ from crossframe.alignment.equal_values import (
     by_names,
     by_order_of_use,
     by_similar_gradients,
+    by_similar_gradients_of_layers,
     join_bias,
     last_of_values,
     split_bias,
@@ -144,7 +145,7 @@ def _aligned(matching: Matching) -> Alignment:
             decided |= split_bias(matching, path)
         decided = decided or any(last_of_values(matching, names, paths) for names, paths in groups)
         if matching.may_differ:
-            for resolve in (by_order_of_use, by_similar_gradients, by_names):
+            for resolve in (by_order_of_use, by_similar_gradients_of_layers, by_similar_gradients, by_names):
                 decided = decided or any(resolve(matching, names, paths) for names, paths in groups)
     entries = tuple(matching.stated(matching.entries[name]) for name in matching.first if name in matching.entries)
     return Alignment(ParamMap(entries), matching.evidence, tuple(_undecided(matching)))

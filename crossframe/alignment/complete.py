@@ -4,7 +4,6 @@ A derived map is checked on all values, so it lacks the parameters whose values 
 needed too: a parameter corresponds as its counterparts in other layers do, or to the only one that is left.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,12 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from crossframe.alignment.align import Alignment
+from crossframe.alignment.module_names import INDEX, kind_of
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry, ParamMap
 
 Arrays = Mapping[str, np.ndarray]
-_INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\]/])")
-"""The index of a layer: a part of a name, or in a pattern that of a slice."""
 
 
 def complete(found: Alignment, first: Arrays, second: Arrays) -> tuple[ParamMap, tuple[str, ...]]:
@@ -60,31 +58,31 @@ def unlike_other_layers(param_map: ParamMap) -> tuple[str, ...]:
 
 def _place(entry: MapEntry) -> tuple[object, ...]:
     """Where a parameter is, relative to its layer."""
-    own = [int(index) for index in _INDEX.findall(entry.name)]
+    own = [int(index) for index in INDEX.findall(entry.name)]
     texts = [*entry.paths, entry.pattern or ""]
     found: list[object] = []
     for text in texts:
-        indices = [int(index) for index in _INDEX.findall(text)]
+        indices = [int(index) for index in INDEX.findall(text)]
         found += [kind_of(text), *(index - own[min(k, len(own) - 1)] for k, index in enumerate(indices) if own)]
     return tuple(found)
 
 
 def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:
     """The entry of a parameter after those of the same parameter in other layers; None if there are none, or several ways."""
-    kind, own = kind_of(name), _INDEX.findall(name)
+    kind, own = kind_of(name), INDEX.findall(name)
     selected = {(path, entry.pattern) for entry in entries.values() if entry.selects for path in entry.paths}
     owned = {path for entry in entries.values() if not entry.selects for path in entry.paths}
     possible: dict[MapEntry, None] = {}
     for other in entries.values():
         if kind_of(other.name) != kind or not own:
             continue
-        moved = list(zip(_INDEX.findall(other.name), own, strict=True))
+        moved = list(zip(INDEX.findall(other.name), own, strict=True))
         by_index = dict(moved)
         if any(by_index[old] != new for old, new in moved):
             continue
 
         def shifted(text: str, by_index: dict[str, str] = by_index) -> str:
-            return _INDEX.sub(lambda index: by_index.get(index[0], index[0]), text)
+            return INDEX.sub(lambda index: by_index.get(index[0], index[0]), text)
 
         paths = tuple(map(shifted, other.paths))
         pattern = None if other.pattern is None else shifted(other.pattern)
@@ -118,12 +116,3 @@ def _fits(entry: MapEntry, first: Arrays, second: Arrays) -> bool:
         return entry.canonical_shape(*(second[path].shape for path in entry.paths)) == first[entry.name].shape
     except MappingError:
         return False
-
-
-def kind_of(name: str) -> str:
-    """The name without the indices of layers.
-
-    >>> kind_of("h.11.attn.q.weight")
-    'h.*.attn.q.weight'
-    """
-    return _INDEX.sub("*", name)

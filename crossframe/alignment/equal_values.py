@@ -1,5 +1,6 @@
 """Tells parameters with equal values apart: by gradients, by their modules, by the order of use, and by names."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,13 +19,16 @@ from crossframe.alignment.matching import (
     same_value,
     varies,
 )
-from crossframe.alignment.module_names import enclosing, first_part, is_in, module_of
+from crossframe.alignment.module_names import enclosing, first_part, is_in, kind_of, module_of
 from crossframe.alignment.order_of_dims import is_near, pair
 from crossframe.alignment.portions import bias_text
 from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.sketch import sketches_of
+
+_MOST_OF_LAYER = 4
+"""The largest number of parameters of a layer of which all orders are tried."""
 
 
 def join_bias(matching: Matching, name: str) -> bool:
@@ -148,6 +152,56 @@ def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequen
         if apart[i, j] < FAR and apart[i, j] < FAR * others.min(initial=2.0) and is_best:
             decided |= pair(matching, name, paths[j], SIMILAR)
     return decided
+
+
+def by_similar_gradients_of_layers(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
+    """Add the parameters of layers, such as the norms of queries and keys, whose gradients over all layers together are more
+    similar in one order of a layer's parameters than in any other; whether there were any.
+
+    In one layer they may be similar in each order. All layers of a model have their parameters in one order.
+    """
+    names = [name for name in names if name not in matching.entries and name in matching.gradients[0]]
+    paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
+    if any(num_wide(matching.first[name].shape) > 1 for name in names):
+        return False
+    by_kinds: dict[tuple[tuple[str, ...], ...], list[tuple[list[str], list[str]]]] = {}
+    for layer in _layers(matching, names, paths):
+        kinds = tuple(tuple(map(kind_of, side)) for side in layer)
+        if 1 < len(kinds[0]) == len(kinds[1]) <= _MOST_OF_LAYER and all(len({*side}) == len(side) for side in kinds):
+            by_kinds.setdefault(kinds, []).append(layer)
+    decided = False
+    for layers in by_kinds.values():
+        gradients = (
+            ([matching.gradients[0][name] for name in ours], [matching.gradients[1][path] for path in theirs])
+            for ours, theirs in layers
+        )
+        apart = np.mean([1 - np.matmul(*_directions(*given)) for given in gradients], axis=0)
+        orders = sorted(
+            (float(np.mean([apart[i, j] for i, j in enumerate(order)])), order)
+            for order in itertools.permutations(range(len(apart)))
+        )
+        if len(layers) > 1 and orders[0][0] < FAR * min(orders[1][0], 1.0):
+            for ours, theirs in layers:
+                for name, j in zip(ours, orders[0][1], strict=True):
+                    decided |= pair(matching, name, theirs[j], SIMILAR)
+    return decided
+
+
+def _layers(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """The open parameters of each pair of modules that enclose the same aligned ones, sorted by name."""
+    sides: list[dict[tuple[str, ...], list[str]]] = []
+    for group, known in ((names, matching.entries), (paths, matching.owners)):
+        by_module: dict[str, list[str]] = {}
+        for each in sorted(group):
+            if (module := _enclosing_known(matching, each, known)) is not None:
+                by_module.setdefault(module, []).append(each)
+        found: dict[tuple[str, ...], list[str]] = {}
+        for module, own in by_module.items():
+            inside = [each for each in known if is_in(each, module)]
+            aligned = inside if known is matching.entries else [n for path in inside for n in matching.owners[path]]
+            found[tuple(sorted(aligned))] = own
+        sides.append(found)
+    return [(own, sides[1][aligned]) for aligned, own in sides[0].items() if aligned in sides[1]]
 
 
 def by_order_of_use(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:

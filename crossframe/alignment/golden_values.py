@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from crossframe.alignment.complete import kind_of
+from crossframe.alignment.module_names import kind_of
 from crossframe.alignment.portions import Rows
 from crossframe.alignment.solve import rearrangements
 from crossframe.alignment.summary import Summary

@@ -1,6 +1,19 @@
 """Names of modules in the names of parameters."""
 
+import re
 from collections.abc import Iterator
+
+INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\]/])")
+"""The index of a layer: a part of a name, or in a pattern that of a slice."""
+
+
+def kind_of(name: str) -> str:
+    """The name without the indices of layers.
+
+    >>> kind_of("h.11.attn.q.weight")
+    'h.*.attn.q.weight'
+    """
+    return INDEX.sub("*", name)
 
 
 def module_of(name: str) -> str:

@@ -1,6 +1,7 @@
 """Parameters whose values differ, matched by structure to compare them."""
 
 import numpy as np
+import pytest
 
 from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, unlike_other_layers
 from tests.core.alignment import test_portions as models
@@ -93,6 +94,28 @@ def faulty_gradients(*models):
         {name: np.random.default_rng((k, i)).normal(size=array.shape) for i, (name, array) in enumerate(model.items())}
         for k, model in enumerate(models)
     )
+
+
+@pytest.mark.parametrize(("apart", "decided"), [((-0.1, 0.5, 0.6), True), ((0.001, -0.001, 0.001), False)])
+def test_layers_together_decide_what_one_leaves_open(apart, decided):
+    first = with_norms(("h.0", "h.1", "h.2"), ("q_norm", "k_norm"), ("attn", "mlp"))
+    second = with_norms(("layers.0", "layers.1", "layers.2"), ("early", "late"), ("attn", "mlp"))
+    gradients = faulty_gradients(first, second)
+    for i, distance in enumerate(apart):
+        # All directions of a layer are similar. A negative distance makes those of the wrong ones the more similar ones.
+        base, other = np.random.default_rng(i).normal(size=(2, 4)), np.random.default_rng((i, 1)).normal(size=(2, 4))
+        for k, (name, path) in enumerate((("q_norm", "late"), ("k_norm", "early"))):
+            away, sign = (1 - 2 * k) * base[1], np.sign(distance)
+            gradients[0][f"h.{i}.{name}.weight"] = base[0] + abs(distance) * away
+            gradients[1][f"layers.{i}.{path}.weight"] = base[0] + sign * abs(distance) * away + 0.05 * other[k]
+    found = align(first, second, gradients, may_differ=True).param_map.by_name
+    norms = {name: entry.path for name, entry in found.items() if "norm" in name}
+    expected = {
+        f"h.{i}.{name}_norm.weight": f"layers.{i}.{path}.weight"
+        for i in range(3)
+        for name, path in (("q", "late"), ("k", "early"))
+    }
+    assert norms == (expected if decided else {})
 
 
 def test_the_order_of_use_decides_between_equal_values_where_a_fault_may_be():
