@@ -173,7 +173,7 @@ def ours(model: nn.Module) -> Engine:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Mesh:
     """The data-parallel ranks of a unit: those of its shards and those of its replicas; None: this rank alone."""
 
