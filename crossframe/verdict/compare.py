@@ -331,8 +331,7 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
             f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with other "
             "arrays; activations are matched by sample"
         )
-    if own and pair.a.manifest.framework == pair.b.manifest.framework:
-        yield from recorded_on_one_side(pair, names)
+    yield from recorded_on_one_side(pair, names, own=own and pair.a.manifest.framework == pair.b.manifest.framework)
     if texts := list(pair.of_other_shapes.values()):
         more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
         yield f"{texts[0]}{more}; these are not compared"

@@ -2,36 +2,61 @@
 
 from collections.abc import Iterator
 
-from crossframe.recording.event_format import BACKWARD
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE
 from crossframe.recording.reader import Recording
 from crossframe.verdict.measure.pair import Pair
 
+_WORDS = {
+    PARAMETERS: "initial values",
+    FORWARD: "activations",
+    BACKWARD: "local gradients",
+    REDUCE: "reduced gradients",
+    STATE: "optimizer state",
+}
+_STEPS = 4
+"""The number of first steps in which a kind of tensors is looked for."""
 
-def recorded_on_one_side(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
-    """The activations and local gradients that one of two recordings of the same modules lacks, as clauses."""
+
+def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
+    """The kinds of tensors and the activations that one of two recordings lacks, as clauses.
+
+    Args:
+        own: whether the modules of both have the same names without a map.
+    """
+    for phase, words in _WORDS.items():
+        if (phase == FORWARD and not own) or (phase == BACKWARD and not pair.same_world):
+            continue
+        have = [_has_any(side, phase, pair.steps[:_STEPS]) for side in (pair.a, pair.b)]
+        if have[0] != have[1]:
+            yield f"{words}, which {names[have.index(True)]} alone recorded, are not compared"
+    if own:
+        yield from _activations(pair, names)
+
+
+def _has_any(recording: Recording, phase: str, steps: tuple[int, ...]) -> bool:
+    if phase == FORWARD:
+        return any(recording.activations(step) for step in steps)
+    params = recording.manifest.params
+    if phase == STATE:
+        return any(recording.state_slots(step, name) for step in steps for name in params)
+    return any(recording.has(phase, step, name) for step in steps for name in params)
+
+
+def _activations(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
+    """Those of the first step at which both recorded any."""
     sides = pair.a, pair.b
     step = next((step for step in pair.steps if all(side.activations(step) for side in sides)), None)
     if step is None:
         return
     recorded = [dict.fromkeys((module, use) for _, module, use in side.activations(step)) for side in sides]
-    modules = [{module for module, _ in own} for own in recorded]
+    modules = [{module for module, _ in each} for each in recorded]
     with_params = {name.rpartition(".")[0] for name in pair.names()}
     for i in (0, 1):
         # A module that only one of them watches is no part of the other model's units.
         known = modules[1 - i] | with_params
-        alone = [
-            (module, use) for module, use in recorded[i] if (module, use) not in recorded[1 - i] and module in known
-        ]
+        alone = [at for at in recorded[i] if at not in recorded[1 - i] and at[0] in known]
         if alone:
             module, use = alone[0]
             more = f" and {len(alone) - 1} more activations" if len(alone) > 1 else ""
             what = f"the {use} of {f'{module!r}' if module else 'the model'}{more}"
             yield f"{what}, which {names[i]} alone recorded, {'are' if more else 'is'} not compared"
-    if pair.same_world:
-        have = [_has_local_gradients(side, step) for side in sides]
-        if have[0] != have[1]:
-            yield f"local gradients, which {names[have.index(True)]} alone recorded, are not compared"
-
-
-def _has_local_gradients(recording: Recording, step: int) -> bool:
-    return any(recording.has(BACKWARD, step, name) for name in recording.manifest.params)

@@ -1,5 +1,7 @@
 """Notes on activations and local gradients that one recording alone has."""
 
+import pytest
+
 from crossframe.recording import RecordingWriter
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
@@ -28,7 +30,17 @@ def test_activations_that_one_side_lacks_are_named(tmp_path, monkeypatch):
         assert found.notes == ("the output of 'block', which a alone recorded, is not compared",)
 
 
-def test_local_gradients_that_one_side_lacks_are_named(tmp_path, monkeypatch):
-    found = compare(synthetic.record(tmp_path / "a"), without(monkeypatch, tmp_path / "b", "local_grads"))
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("parameters", "initial values"),
+        ("activation", "activations"),
+        ("local_grads", "local gradients"),
+        ("reduced_grads", "reduced gradients"),
+        ("state", "optimizer state"),
+    ],
+)
+def test_tensors_that_one_side_lacks_are_named(tmp_path, monkeypatch, method, what):
+    found = compare(synthetic.record(tmp_path / "a"), without(monkeypatch, tmp_path / "b", method))
     assert found.verdict is Verdict.EQUAL, found.reason
-    assert found.notes == ("local gradients, which a alone recorded, are not compared",)
+    assert found.notes == (f"{what}, which a alone recorded, are not compared",)
