@@ -42,7 +42,9 @@ def recorded(ranks, tmp_path):
 def test_activations_of_layers_that_are_divided_by_hand_are_whole(recorded, form):
     one, divided = recorded(training.Run()), recorded(training.Run(form))
     found = compare(one, divided)
-    assert found.verdict is Verdict.ROUNDING and found.notes == (), found
+    # Under sequence parallelism each rank looks up its own positions, without a dim of samples.
+    alone = ("the output of 'positions', which one alone recorded, is not compared",) if form == "sp" else ()
+    assert found.verdict is Verdict.ROUNDING and found.notes == alone, found
     linear = ("layers.1.attention.query", "layers.1.attention.out")
     assert {(0, name, use) for name in linear for use in ("input", "output")} <= {*divided.activations(0)}
 
