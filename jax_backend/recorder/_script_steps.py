@@ -8,6 +8,7 @@ sum was right at all earlier steps; or unknown, which is printed. What the scrip
 having been seen.
 """
 
+import operator
 import sys
 import weakref
 from collections import OrderedDict
@@ -449,20 +450,33 @@ def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
     return [[leaf[i] if leaf.shape[0] == number else leaf for leaf in batch] for i in range(number)]
 
 
+def _is_part(array: Any, batch: Sequence[Any], number: int) -> bool:
+    """Whether the rows of an array belong to one of so many parts of a batch."""
+    size, rows = (batch[0].shape[0] if batch else 0), (array.shape[0] if array.ndim else 0)
+    return bool(size and rows) and rows % size != 0 and rows * number % size == 0
+
+
 def _interiors(
     tap: Tap, microbatches: Sequence[Sequence[Any]], params: Any, grid: Grid, names: Sequence[str]
 ) -> "list[ArrayInterior]":
-    """The interior of each microbatch of a gradient."""
+    """The interior of each microbatch of a gradient.
+
+    A step that cuts its batch itself, inside of the recorded function, may give a rank other samples than its batch has.
+    Activations of such parts are left out on several ranks.
+    """
     if len(tap.scans) > 1:
         return []
     paths, _, about = tap.about
-    found = []
+    found, number = [], len(microbatches)
+    cuts_itself = number > 1 and all(map(operator.is_, *microbatches[:2])) and grid.spec.world_size > 1
     for i, batch in enumerate(microbatches):
         values: dict[tuple[str, str], Any] = {}
         for (raw, use), value in zip(about, tap.values["inside"], strict=True):
             array = value.array
             if tap.scans:
                 array = array[:, i] if value.by_rank else array[i]
+            if cuts_itself and not value.by_rank and _is_part(array, batch, number):
+                continue
             key = canonical_module(raw, paths, names), use
             values.setdefault(key, by_rank(Value(array, value.by_rank), batch, grid))
         found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))

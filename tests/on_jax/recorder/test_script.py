@@ -200,6 +200,22 @@ def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
     assert {microbatch for microbatch, _, _ in found.activations(0)} == {0}
 
 
+CUT_INSIDE = """parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), batch)
+    def add(sums, part):
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(params, part["image"], part["label"])), None
+    sums, _ = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)
+    loss, grads = jax.tree.map(lambda leaf: leaf / 2, sums)"""
+
+
+def test_activations_of_a_batch_that_a_sharded_step_cuts_are_left_out(tmp_path, run):
+    whole = 'loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])'
+    assert run(SHARDED, "a")[0] == run(SHARDED.replace(whole, CUT_INSIDE), "b")[0] == 0
+    a, b = Recording.open(tmp_path / "a"), Recording.open(tmp_path / "b")
+    found = compare(a, b)
+    assert found.verdict in (Verdict.ROUNDING, Verdict.DIFFERENT), found
+    assert "activations, which a alone recorded, are not compared" in found.notes and a.manifest.world_size == 2
+
+
 def test_a_script_that_does_not_train_is_told_early_what_to_add(run, capsys, monkeypatch):
     monkeypatch.setattr(script, "_NOTICE_SECONDS", 0.01)
     run(
