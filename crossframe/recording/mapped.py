@@ -175,7 +175,7 @@ class MappedRecording(Recording):
         return self.source.sketch(phase, step, self._paths(name)[0], use=use, replica=replica)
 
     def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
-        if self._keeps_sketches(name):
+        if self._keeps_sketches(name) and not isinstance(run, _MappedRun):
             return self.source.sketch_of(step, self._paths(name)[0], run)
         if run.sketch is not None:
             raise _sketched(self.source, name)

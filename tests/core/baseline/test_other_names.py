@@ -10,7 +10,9 @@ from crossframe.cli.baseline import run_to_compare
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.one_naming import in_one_naming
 from tests.core.helpers import synthetic
 from tests.core.helpers.translated import translate
 
@@ -85,17 +87,28 @@ def test_renamed_parameters_agree_with_a_golden(golden, tmp_path, detail):
     assert any(each.name == "output of block" for each in found.judged)
 
 
-def test_a_bug_behind_renamed_and_transposed_parameters_is_found(golden, tmp_path):
-    fault = synthetic.only("reduce", "block.w", lambda array: array * np.float32(1.01), step=1)
+@pytest.mark.parametrize(
+    ("name", "transposed"),
+    [
+        pytest.param("block.w", "block.w", id="transposed"),
+        pytest.param("bias", "embed", id="next_to_a_transposed_one"),
+    ],
+)
+def test_a_bug_behind_renamed_and_transposed_parameters_is_found(golden, tmp_path, name, transposed):
+    fault = synthetic.only("reduce", name, lambda array: array * np.float32(1.01), step=1)
     wrong = synthetic.record(
         tmp_path / "wrong",
         synthetic.manifest(dtype="float32"),
         tamper=synthetic.both(synthetic.jitter(99, NOISE), fault),
     )
-    options = {"params": lambda name, array: array.T if name == "block.w" else array, "framework": "torch"}
-    found = compare(golden, translate(wrong, tmp_path / "named", RENAMED, **options), bitwise=False)
+    options = {"params": lambda name, array: array.T if name == transposed else array, "framework": "torch"}
+    named = translate(wrong, tmp_path / "named", RENAMED | {transposed: f"{transposed}_t"}, **options)
+    found = compare(golden, named, bitwise=False)
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
-    assert (found.first_divergence.step, found.first_divergence.parameter) == (1, "block.w")
+    assert (found.first_divergence.step, found.first_divergence.parameter) == (1, name)
+    view = in_one_naming(golden, named).b
+    for run in view.runs("update", 1, name):  # read to name the rank
+        assert view.sketch_of(1, name, run).equals(sketches_of([view.elements(1, run)], run.start)[0])
 
 
 def test_renamed_parameters_with_other_initial_values_ask_for_an_update(golden, tmp_path):
