@@ -67,6 +67,11 @@ class Options:
                 f"{quote(self.resume)}"
             )
 
+    @property
+    def in_bits(self) -> bool:
+        """Whether runs of one program should have equal bits. Perturbed runs are asked for where they round differently."""
+        return not self.perturbed_runs
+
     def first(self) -> dict[str, Any]:
         """The options of the first recordings."""
         return {"every": self.every, "dense": DENSE, "stop_after": self.steps}
@@ -128,7 +133,7 @@ def bisect(
         runs.record("first/a", pair[0], **first, perturbed_runs=options.perturbed_runs),
         runs.record("first/b", pair[1], **first),
     )
-    said = compare(*coarse, bitwise=not settings)
+    said = compare(*coarse, bitwise=not settings and options.in_bits)
     console.print(f"first recordings: {said.verdict.value}: {said.reason}")
     runs.conclude({"verdict": said.verdict.value, "reason": said.reason})
     status = AGREE
@@ -171,7 +176,8 @@ class _StepSearch:
             assert said.first_divergence is not None
             before = stop - last
             stop = said.first_divergence.step + start
-            last = max(last, _last_before(recordings, stop - start, -1) + start)
+            # A denser recording may also differ before steps that agreed.
+            last = min(max(last, _last_before(recordings, stop - start, -1) + start), stop - 1)
             if stop - last >= before and not dense:
                 break
         if not _is_dense(recordings, stop - start):
@@ -205,6 +211,7 @@ class _StepSearch:
                 folder=None,
                 timeout=self.options.timeout,
                 param_map=None,
+                bitwise=self.options.in_bits,
                 svg=None,
                 as_json=False,
                 console=self.console,
@@ -239,7 +246,7 @@ class _StepSearch:
         # Perturbed runs measure rounding of recorded steps alone, so each recording of A needs its own.
         a = self.runs.record(f"{name}/a", commands[0], **options, perturbed_runs=self.options.perturbed_runs)
         b = self.runs.record(f"{name}/b", commands[1], **options)
-        said = compare(a, b)
+        said = compare(a, b, bitwise=self.options.in_bits)
         where = said.first_divergence
         if start and (why := self._unlike((a, b), start) or (where and where.phase == PARAMETERS and "their values")):
             self.console.print(

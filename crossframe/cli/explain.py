@@ -48,6 +48,7 @@ def explain(
     folder: Path | None,
     timeout: float,
     param_map: ParamMap | None,
+    bitwise: bool = True,
     svg: Path | None,
     as_json: bool,
     console: Console,
@@ -60,7 +61,7 @@ def explain(
         directories: of the recordings.
         folder: where traces are kept; None: nowhere.
         timeout: seconds that each run may take.
-        param_map: as of `crossframe.verdict.compare`.
+        param_map, bitwise: as of `crossframe.verdict.compare`.
         svg: where the drawing of the operators near the difference goes; None: nowhere.
 
     Raises:
@@ -69,7 +70,7 @@ def explain(
     """
     naming = in_one_naming(*(Recording.open(directory) for directory in directories), param_map)
     a, b = naming.a, naming.b
-    verdict = compare(a, b)
+    verdict = compare(a, b, bitwise=bitwise)
     compiled = [each for each in (a, b) if _is_compiled(each)]
     first = next((each for each in verdict.judged if each.beyond), None)
     if len(compiled) == 1:
