@@ -164,7 +164,7 @@ class _StepSearch:
         if said.first_divergence is None:
             self.console.print("no value differs beyond its bound; crossframe bisect --settings tests the settings")
             return exit_status(said.verdict)
-        stop, recordings, start = said.first_divergence.step, self.coarse, 0
+        stop, recordings, start = self._step_of(said), self.coarse, 0
         last = _last_before(recordings, stop, -1)
         while stop - last > 1 and not _is_dense(recordings, stop - start):
             every = max(1, math.ceil((stop - last) / _FEWER))
@@ -173,9 +173,8 @@ class _StepSearch:
             if found is None:
                 break
             recordings, start, said = found
-            assert said.first_divergence is not None
             before = stop - last
-            stop = said.first_divergence.step + start
+            stop = self._step_of(said) + start
             # A denser recording may also differ before steps that agreed.
             last = min(max(last, _last_before(recordings, stop - start, -1) + start), stop - 1)
             if stop - last >= before and not dense:
@@ -184,9 +183,14 @@ class _StepSearch:
             found = self._recorded(max(last, stop - _MOST_DENSE), stop, 1, True)
             if found is not None:
                 recordings, start, said = found
-                assert said.first_divergence is not None
-                stop = said.first_divergence.step + start
+                stop = self._step_of(said) + start
         return self._explain(recordings, start, stop, said)
+
+    def _step_of(self, said: PairVerdict) -> int:
+        """The step at which two runs diverge: without perturbed runs in bits, else beyond rounding."""
+        assert said.first_divergence is not None
+        beyond = (each.step for each in said.judged if each.beyond)
+        return said.first_divergence.step if self.options.in_bits else next(beyond, said.first_divergence.step)
 
     def _explain(self, recordings: tuple[Recording, Recording], start: int, stop: int, said: PairVerdict) -> int:
         of_whole = f", which is step {stop - start} of runs that go on after {start} steps" if start else ""

@@ -81,7 +81,7 @@ def explain(
             return answer(trace, compiled[0], step, as_json, console)
         if not as_json:
             _print_graphs(trace, console)
-    target = target_of(a, b, verdict)
+    target = target_of(a, b, verdict, bitwise=bitwise)
     if target is None:
         console.print("nothing to explain: no recorded value differs beyond its bound", style="green")
         for setting in verdict.settings:

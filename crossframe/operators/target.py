@@ -43,16 +43,17 @@ class Target:
     tolerance: float | None
 
 
-def target_of(a: Recording, b: Recording, verdict: PairVerdict) -> Target | None:
+def target_of(a: Recording, b: Recording, verdict: PairVerdict, *, bitwise: bool = True) -> Target | None:
     """The part to trace; None if the recordings do not differ anywhere.
 
-    Runs of the same program are compared bit for bit: any difference counts, whatever its size.
+    Args:
+        bitwise: compare runs of the same program bit for bit: any difference counts, whatever its size.
 
     Raises:
         UsageError: no operator computes the quantity that differs, or the dtype is too coarse to distinguish it from rounding.
     """
     where = verdict.first_divergence
-    same_program = program_difference(a, b) is None
+    same_program = bitwise and program_difference(a, b) is None
     beyond = next((each for each in verdict.judged if (not each.equal if same_program else each.beyond)), None)
     if beyond is None:
         return None
