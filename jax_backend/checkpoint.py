@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.checkpoint import MODEL, STATE, AsyncSaver, Contents, Saved, read, save
 from crossframe.layout import Sharding
@@ -21,7 +22,7 @@ from jax_backend.state._optimizer_state import StateLeaves
 def save_checkpoint(
     path: Path | str,
     sharded: ShardedParams,
-    optimizer_state: Any = None,
+    optimizer_state: PyTree = None,
     *,
     about: Mapping[str, Any] | None = None,
     saver: AsyncSaver | None = None,
@@ -62,7 +63,7 @@ def save_checkpoint(
     start(path, AllProcesses(), lambda: Contents(sections, values, places, lines), about)
 
 
-def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: Any = None) -> Any:
+def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: PyTree = None) -> Any:
     """Load parameters into the mesh and the layouts of other parameters. All processes call it.
 
     Args:

@@ -11,12 +11,11 @@ def loss_fn(params, batch, state):
 equinox has torch's names and axis order, so that most models need no ParamMap.
 """
 
-from typing import Any
-
 import equinox as eqx
+from jaxtyping import PyTree
 
 
-def split(module: Any) -> tuple[Any, Any, Any]:
+def split(module: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """A module as (static, params, state), each with the module's structure and None elsewhere.
 
     Returns:
@@ -27,11 +26,11 @@ def split(module: Any) -> tuple[Any, Any, Any]:
     return static, params, state
 
 
-def state_of(module: Any) -> Any:
+def state_of(module: PyTree) -> PyTree:
     """The arrays of a module that are not parameters."""
     return split(module)[2]
 
 
-def with_params(static: Any, params: Any, state: Any = None) -> Any:
+def with_params(static: PyTree, params: PyTree, state: PyTree = None) -> PyTree:
     """The module of parts as `split` returns them."""
     return eqx.combine(params, static) if state is None else eqx.combine(params, state, static)

@@ -12,21 +12,25 @@ def loss_fn(params, batch, state):
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import linen
+from jaxtyping import PyTree
 
 
-def split(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def split(variables: Mapping[str, PyTree]) -> tuple[PyTree[jax.Array], dict[str, PyTree]]:
     """Variables as (params, state): the collection "params", and all others by name, such as "batch_stats"."""
     rest = dict(variables)
     return rest.pop("params"), rest
 
 
-def with_params(params: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def with_params(params: PyTree[jax.Array], state: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The variables of parameters and state as `split` returns them."""
     return {"params": params, **state}
 
 
-def apply(module: linen.Module, params: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
+def apply(
+    module: linen.Module, params: PyTree[jax.Array], state: Mapping[str, PyTree], *args: Any, **kwargs: Any
+) -> tuple[Any, dict]:
     """`module.apply` in which all state may change: (the module's result, the new state)."""
     out, changed = module.apply(with_params(params, state), *args, mutable=list(state), **kwargs)
     return out, {**state, **changed}

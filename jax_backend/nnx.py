@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from jax_backend.activations import INPUT, OUTPUT, is_anyone_listening, module_scope, tell
@@ -26,7 +27,7 @@ from jax_backend.shards._sharded_params import shard
 from jax_backend.shards._summon import Holder
 
 
-def split(module: nnx.Module) -> tuple[Any, dict, dict]:
+def split(module: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
     """A module as (graphdef, params, state).
 
     Returns:
@@ -46,7 +47,7 @@ def state_of(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
 
-def with_params(graphdef: Any, params: dict, state: dict | None = None) -> nnx.Module:
+def with_params(graphdef: nnx.GraphDef, params: dict, state: dict | None = None) -> nnx.Module:
     """The module of a graphdef with parameters and state as `split` returns them."""
     return nnx.merge(graphdef, nnx.State(params), nnx.State(state or {}))
 
@@ -114,7 +115,7 @@ class ShardedModule(Holder):
         self.sharded = shard(params, mesh, **sharding)
         self.state = per_rank(state, mesh)
 
-    def loss(self, fn: Callable[[nnx.Module, Any], Any]) -> Callable[..., LossOutput]:
+    def loss(self, fn: Callable[[nnx.Module, PyTree], Any]) -> Callable[..., LossOutput]:
         """The loss function of `value_and_grad` for `fn(module, batch)`, which returns the loss or a LossOutput without state."""
 
         def loss_fn(params: dict, batch: Any, state: dict) -> LossOutput:
@@ -125,10 +126,10 @@ class ShardedModule(Holder):
 
         return loss_fn
 
-    def show(self, params: Any) -> nnx.Module:
+    def show(self, params: dict) -> nnx.Module:
         """The module with these parameters and rank 0's state; changes of its state are lost."""
         return with_params(self.graphdef, params, jax.tree.map(lambda leaf: leaf[0], self.state))
 
-    def read(self, module: Any) -> Any:
+    def read(self, module: nnx.Module) -> dict:
         """The parameters of a module that `show` returned."""
         return params_of(module)

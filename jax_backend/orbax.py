@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
 from crossframe.checkpoint import LISTED, MODEL, STATE, CheckpointError
 from crossframe.quoting import quote
@@ -81,7 +82,7 @@ class ShardedSave(ocp.args.CheckpointArgs):
     """
 
     params: ShardedParams
-    optimizer_state: Any = None
+    optimizer_state: PyTree = None
 
 
 @ocp.args.register_with_handler(ShardedParamsHandler, for_restore=True)
@@ -98,7 +99,7 @@ class ShardedRestore(ocp.args.CheckpointArgs):
     """
 
     like: ShardedParams
-    optimizer_state: Any = None
+    optimizer_state: PyTree = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.api import Api
 from crossframe.errors import UsageError
@@ -31,8 +32,8 @@ class LossOutput(NamedTuple):
     """
 
     loss: jax.Array
-    aux: Any = None
-    state: Any = None
+    aux: PyTree = None
+    state: PyTree = None
     weight: jax.Array | None = None
 
 

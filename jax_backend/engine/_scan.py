@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from jax_backend.engine._remat import keeps_sums, remat
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
+
+Carry = TypeVar("Carry")
+Y = TypeVar("Y")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +56,14 @@ class StackedLeaf:
 
 
 def scan(
-    body: Callable[[Any, Any, Any], tuple[Any, Any]],
-    init: Any,
-    blocks: Any,
-    xs: Any = None,
+    body: Callable[[Carry, Any, Any], tuple[Carry, Y]],
+    init: Carry,
+    blocks: PyTree[jax.Array],
+    xs: PyTree = None,
     *,
     reverse: bool = False,
     unroll: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[Carry, Y]:
     """`jax.lax.scan` over stacked blocks.
 
     If the unit is resharded after forward, backward gathers each layer again and computes elementwise results again; results of

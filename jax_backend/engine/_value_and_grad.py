@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.api import Api
 from crossframe.errors import UnsupportedError, UsageError
@@ -34,9 +35,9 @@ class Result(NamedTuple):
 
     loss: jax.Array
     losses: jax.Array
-    grads: Any
-    state: Any
-    aux: Any
+    grads: ShardedParams | LocalGrads
+    state: PyTree
+    aux: PyTree
     local_grads: LocalGrads | None
 
 
@@ -132,9 +133,9 @@ def step_of(
 
     def step(
         sharded: ShardedParams,
-        batch: Any,
-        state: Any = None,
-        rng: Any = None,
+        batch: PyTree[jax.Array],
+        state: PyTree = None,
+        rng: jax.Array | None = None,
         *,
         accumulated: LocalGrads | None = None,
         seed: Any = None,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
@@ -79,7 +80,7 @@ def device_of(mesh: Mesh, rank: int) -> Any:
     return mesh.devices.flat[rank]
 
 
-def per_rank(tree: Any, mesh: Mesh) -> Any:
+def per_rank(tree: PyTree, mesh: Mesh) -> PyTree[jax.Array]:
     """Give every rank its own copy of each leaf, as `value_and_grad` expects state.
 
     Typed PRNG keys are folded with the rank, so that ranks draw different numbers. Raw uint32 keys, which look like counters, are

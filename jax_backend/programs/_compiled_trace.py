@@ -7,11 +7,11 @@ that XLA compiled.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.dtypes import FLOATING, itemsize
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
@@ -49,7 +49,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _NAME = re.compile(r'op_name="([^"]*)"')
 
 
-def compiled_trace(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
+def compiled_trace(step: Callable, *args: PyTree, mesh: Mesh, rank: int = 0, **kwargs: PyTree) -> list[Event]:
     """The collectives of one call of a step on one rank, as XLA compiled it, in the order of its schedule. Nothing is run.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
 from jax_backend.mesh._device_mesh import REPLICATE_AXIS, SHARD_AXIS, mesh_spec
@@ -30,7 +31,7 @@ _KINDS = {
 }
 
 
-def trace_of(step: Callable, *args: Any, mesh: Mesh, rank: int = 0, **kwargs: Any) -> list[Event]:
+def trace_of(step: Callable, *args: PyTree, mesh: Mesh, rank: int = 0, **kwargs: PyTree) -> list[Event]:
     """The collectives of one call of a step on one rank, in the order of the jaxpr. Nothing is run.
 
     XLA may reorder or merge them, and a jaxpr does not say when memory is freed: compare by

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.layout import Layout, PerParamLayout
@@ -91,15 +92,15 @@ class Bucket:
         """The PartitionSpec of the bucket's array, or those of its arrays by parameter."""
         return P(*(None,) * len(self.lead), SHARD_AXIS)
 
-    def to_line(self, shard: Any) -> Any:
+    def to_line(self, shard: PyTree[jax.Array]) -> jax.Array:
         """One rank's part of the arrays, or of one layer of them, as a line."""
         return shard
 
-    def from_line(self, line: Any) -> Any:
+    def from_line(self, line: jax.Array | np.ndarray) -> PyTree[jax.Array]:
         """The inverse of `to_line`."""
         return line
 
-    def from_params(self, params: Mapping[str, jax.Array]) -> Any:
+    def from_params(self, params: Mapping[str, jax.Array]) -> PyTree[jax.Array]:
         """The arrays that hold these canonical parameters, with 0 in the padding."""
         layout = self.layout
         assert layout.contiguous, "each parameter of a line is one run of the gathered buffer"
@@ -111,18 +112,18 @@ class Bucket:
         parts.append(jnp.zeros((*self.lead, layout.gathered_numel - at), parts[-1].dtype))
         return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)
 
-    def to_params(self, arrays: Any) -> dict[str, jax.Array]:
+    def to_params(self, arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
         """The inverse of `from_params`."""
         return self.layers.each(self._cut)(arrays)
 
-    def zero_padding(self, arrays: Any) -> Any:
+    def zero_padding(self, arrays: PyTree[jax.Array]) -> Any:
         """The arrays with 0 in the padding, whatever was there (R05). No mask is stored."""
         return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
 
     def _cut(self, gathered: jax.Array) -> dict[str, jax.Array]:
         return line_views(self.layout, gathered)
 
-    def views(self, gathered: Any) -> dict[str, Any]:
+    def views(self, gathered: PyTree[jax.Array]) -> dict[str, Any]:
         """The parameters in one layer's gathered buffer, or in a buffer of gradients with the same layout.
 
         Args:
@@ -141,7 +142,7 @@ class Bucket:
         """The shape of the gathered array, or the shapes of the gathered arrays by parameter, in one layer."""
         return (self.layout.gathered_numel,)
 
-    def from_unsharded(self, arrays: Any) -> dict[str, jax.Array]:
+    def from_unsharded(self, arrays: PyTree[jax.Array]) -> dict[str, jax.Array]:
         """The parameters by canonical name, without padding, in one layer's gathered array or arrays."""
         return self._cut(arrays)
 
@@ -150,11 +151,11 @@ class Bucket:
         is_partition = lambda node: isinstance(node, P)  # noqa: E731
         return jax.tree.map(lambda each: NamedSharding(mesh, each), self.partitions(), is_leaf=is_partition)
 
-    def fits(self, arrays: Any) -> bool:
+    def fits(self, arrays: PyTree[jax.Array]) -> bool:
         """Whether arrays have this bucket's form and shapes. Masks and empty nodes in an optimizer's state do not."""
         return bool(jax.tree.leaves(arrays)) and jax.tree.map(jnp.shape, arrays) == self.shapes()
 
-    def constrained(self, arrays: Any, mesh: Mesh) -> Any:
+    def constrained(self, arrays: PyTree[jax.Array], mesh: Mesh) -> Any:
         """The arrays with this bucket's shardings, inside jit."""
         return jax.tree.map(lambda at, array: jax.lax.with_sharding_constraint(array, at), self.shardings(mesh), arrays)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
@@ -17,7 +18,7 @@ from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import leaves_by_path
 
 
-def init(fn: Callable[[], Any], mesh: Mesh, **options: Any) -> ShardedParams:
+def init(fn: Callable[[], PyTree[jax.Array]], mesh: Mesh, **options: Any) -> ShardedParams:
     """The shards of the parameters that a function makes: `shard(jax.jit(fn)(), mesh, ...)` bit for bit, one bucket at a time.
 
     For each bucket a program is compiled that runs `fn` and keeps that bucket's parameters; XLA removes the rest. Draws from a

@@ -1,9 +1,9 @@
 """Each rank's own gradients, before any reduction: they accumulate over microbatches that reduce nothing (R15)."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from jax_backend.shards._param_tree import ParamTree
@@ -21,7 +21,7 @@ class LocalGrads:
         tree: the position of every parameter. Static.
     """
 
-    lines: dict[str, Any]
+    lines: dict[str, PyTree[jax.Array]]
     tree: ParamTree = field(metadata={"static": True})
 
     def __add__(self, other: "LocalGrads") -> "LocalGrads":

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
@@ -131,7 +132,7 @@ class ParamTree:
         """`Bucket.views` of a bucket, by its name."""
         return self.by_name[bucket].views(gathered)
 
-    def params(self, gathered: Mapping[str, Any]) -> Any:
+    def params(self, gathered: Mapping[str, Any]) -> PyTree:
         """The user's pytree, in its own structure and axis order, from the gathered buffers of all buckets.
 
         Args:
@@ -161,7 +162,7 @@ class ParamTree:
         entries = {path: self.param_map.by_path[path] for path in self.paths_of(bucket)}
         return {path: entry.from_canonical(named[entry.name], path) for path, entry in entries.items()}
 
-    def leaves(self, params: Any) -> dict[str, Any]:
+    def leaves(self, params: PyTree) -> dict[str, Any]:
         """The leaves, by path, of a pytree like the user's, checked.
 
         Raises:

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import UsageError
@@ -42,12 +42,12 @@ class ShardedParams:
         frozen: the frozen buckets, likewise; {} for gradients and for `trainable`.
     """
 
-    shards: dict[str, Any]
+    shards: dict[str, PyTree[jax.Array]]
     tree: ParamTree = field(metadata={"static": True})
-    frozen: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, PyTree[jax.Array]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tree: ParamTree, arrays: Mapping[str, Any]) -> "ShardedParams":
+    def of(cls, tree: ParamTree, arrays: Mapping[str, PyTree[jax.Array]]) -> "ShardedParams":
         """Sharded parameters with these arrays of each bucket, trained or frozen."""
         shards, frozen = (
             {
@@ -69,13 +69,13 @@ class ShardedParams:
         return replace(trainable, frozen=self.frozen)
 
     @property
-    def buckets(self) -> dict[str, Any]:
+    def buckets(self) -> dict[str, PyTree[jax.Array]]:
         """The arrays of all buckets, trained or frozen, by bucket."""
         return {**self.shards, **self.frozen}
 
 
 def shard(
-    params: Any,
+    params: PyTree[jax.Array],
     mesh: Mesh,
     *,
     units: Iterable[str] = (),
@@ -145,7 +145,7 @@ def from_lines(tree: ParamTree, mesh: Mesh, read: Callable[[str, int], np.ndarra
     """
     spec = mesh_spec(mesh)
 
-    def arrays(bucket: Bucket) -> Any:
+    def arrays(bucket: Bucket) -> PyTree[jax.Array]:
         part = functools.cache(lambda place: bucket.from_line(line_of(tree, bucket, place, read)))
         return bucket.assembled(mesh, lambda rank: part(spec.coordinate(rank)[1]))
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
 from crossframe.lifecycle import Exposure, Move, Residency, UnitState
@@ -44,8 +45,8 @@ class Summoned:
         sharded_grads: the shards of the gradients; after exit, the new ones.
     """
 
-    params: Any
-    grads: Any
+    params: PyTree[jax.Array]
+    grads: PyTree[jax.Array] | None
     module: Any
     sharded: ShardedParams
     sharded_grads: ShardedParams | None
@@ -57,11 +58,11 @@ class Holder(ABC):
     sharded: ShardedParams
 
     @abstractmethod
-    def show(self, params: Any) -> Any:
+    def show(self, params: PyTree[jax.Array]) -> Any:
         """The module with these full parameters, some of them None, for the user to edit."""
 
     @abstractmethod
-    def read(self, module: Any) -> Any:
+    def read(self, module: Any) -> PyTree[jax.Array]:
         """The parameters of a module that `show` returned."""
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from jax_backend.mesh._device_mesh import device_of, mesh_spec
@@ -17,7 +18,7 @@ from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._sharded_params import ShardedParams, line_of, mesh_of
 
 
-def unshard(sharded: ShardedParams) -> Any:
+def unshard(sharded: ShardedParams) -> PyTree[jax.Array]:
     """The full parameters, in the user's own structure, shapes and axis order; every device holds all of them.
 
     Gradients and an optimizer's moments are accepted too. Edits of the result change no shard; see `writeback` and
@@ -40,7 +41,7 @@ def check_there(sharded: ShardedParams, buckets: Iterable[Bucket]) -> None:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
+def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> PyTree[jax.Array]:
     """The user's pytree with the parameters of these buckets, and None instead of all others."""
     tree = sharded.tree
     absent = {bucket.name: dict.fromkeys(tree.paths_of(bucket)) for bucket in tree.buckets}
@@ -54,7 +55,7 @@ def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> Any:
     return mapped(on_rank, mesh, specs, P())(buckets)
 
 
-def writeback(sharded: ShardedParams, full_params: Any) -> ShardedParams:
+def writeback(sharded: ShardedParams, full_params: PyTree[jax.Array]) -> ShardedParams:
     """New shards from full parameters: each rank takes the unpadded slice that it owns, and nothing else (R20).
 
     A leaf on the mesh's devices is read on each rank's own device: if ranks have different values of a replicated array, each
