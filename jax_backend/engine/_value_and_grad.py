@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
     loss: jax.Array
     losses: jax.Array
-    grads: ShardedParams | LocalGrads
+    grads: PyTree
     state: PyTree
     aux: PyTree
     local_grads: LocalGrads | None

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
@@ -136,7 +138,7 @@ class Recorder:
     def __init__(
         self,
         directory: str | Path,
-        params: Any,
+        params: PyTree,
         *,
         model: Any = None,
         mesh: Mesh | None = None,
@@ -147,7 +149,7 @@ class Recorder:
         windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
-        samples: Callable[[Any], Any] | None = None,
+        samples: Callable[[PyTree], Any] | None = None,
         channels_last: Iterable[str | tuple[str, str]] | None = None,
         perturbed_run: int | None = None,
         forward_only: bool = False,
@@ -265,7 +267,7 @@ class Recorder:
         """The ranks."""
         return self._source.grid
 
-    def began_with(self, params: Any) -> None:
+    def began_with(self, params: PyTree) -> None:
         """Replace the initial parameters, if the loop has perturbed them itself. To be called before the first step."""
         self.params = params
         self._initial = kept(self._source, params, self._about.detail)
@@ -297,13 +299,13 @@ class Recorder:
     def step(
         self,
         *,
-        loss: Any,
-        params: Any,
-        grads: Any = None,
-        opt_state: Any = None,
-        batch: Any = None,
-        grad_norm: Any = None,
-        learning_rate: Any = None,
+        loss: ArrayLike,
+        params: PyTree,
+        grads: PyTree = None,
+        opt_state: PyTree = None,
+        batch: PyTree = None,
+        grad_norm: ArrayLike | None = None,
+        learning_rate: ArrayLike | None = None,
     ) -> None:
         """Record the end of an optimizer step.
 
@@ -325,7 +327,7 @@ class Recorder:
             )
         self._end_step(loss, params, grads, opt_state, batch, grad_norm, learning_rate)
 
-    def end_call(self, loss: Any, batch: Any) -> None:
+    def end_call(self, loss: ArrayLike, batch: PyTree) -> None:
         """Record the end of a call of a model, of which `add_interior` has the rest.
 
         Args:
