@@ -7,7 +7,6 @@ all that was done with it: the caching allocator hands a stream's memory to that
 
 import itertools
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -29,9 +28,15 @@ class Stream:
 
     names = itertools.count()
 
-    def __init__(self, device=None, priority=0):
+    def __init__(self, of=None):
         self.name = f"stream {next(self.names)}"
-        self.clock = {self: 0}
+        self.clock, self.device = {self: 0}, of
+
+    def __enter__(self):
+        self.before, self.device.current = self.device.current, self
+
+    def __exit__(self, *_):
+        self.device.current = self.before
 
     def work(self):
         """Queue something. Returns the moment when it is done."""
@@ -40,14 +45,14 @@ class Stream:
 
     def record_event(self):
         self.work()
-        return Event(self.clock)
+        return Event(self.clock, self.device)
 
     def wait_event(self, event):
         for stream, count in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
     def wait_stream(self, other):
-        self.wait_event(Event(other.clock))
+        self.wait_event(other)
 
     def synchronize(self):
         pass
@@ -62,20 +67,21 @@ class Event:
 
     num_waits = 0
 
-    def __init__(self, clock):
-        self.clock = dict(clock)
+    def __init__(self, clock, of):
+        self.clock, self.device = dict(clock), of
+
+    def wait(self):
+        self.device.current.wait_event(self)
 
     def synchronize(self):
         Event.num_waits += 1
 
 
 class Device:
-    """What torch.cuda would be, with one computing stream, and memory that is watched."""
-
-    Stream = Stream
+    """What torch.accelerator would be, with one computing stream, and memory that is watched."""
 
     def __init__(self):
-        self.computing, self.nccl = Stream(), Stream()
+        self.computing, self.nccl = Stream(self), Stream(self)
         self.current = self.computing
         self.writes, self.reads, self.pools, self.debts = {}, {}, {}, {}
         self.freed, self.lasting, self.kept_back = {}, {}, set()
@@ -84,14 +90,6 @@ class Device:
 
     def current_stream(self, device=None):
         return self.current
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
     def access(self, tensor, what, *, write, on=None):
         """Something is queued that reads or writes a tensor's memory."""
@@ -157,10 +155,10 @@ def _watch(device):
     from torch_backend.param_registration import _original
     from torch_backend.ranks._collectives import Communicator
 
-    real = torch.get_device_module
-    torch.get_device_module = lambda _: device
-    streams = DeviceStreams(torch.device("cpu"))
-    torch.get_device_module = real
+    with pytest.MonkeyPatch.context() as instead:
+        instead.setattr(torch.accelerator, "current_stream", device.current_stream)
+        instead.setattr(torch, "Stream", lambda *_, **__: Stream(device))
+        streams = DeviceStreams(torch.device("cpu"))
     undo, parts = [], {}  # what is undone at the end; shards of reshard groups, until they are gathered
 
     def patch(owner, name, make):
@@ -192,7 +190,7 @@ def _watch(device):
             part = parts.pop(_key(args[0]), None)
             if part is None:
                 device.last(args[0])
-            with device.stream(streams._unshard):
+            with streams._unshard:
                 if self.layout.contiguous:
                     device.allocated(self.full)
                 if self._converts:
