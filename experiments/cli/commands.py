@@ -1,5 +1,5 @@
 """The research commands: parity, train, grid, faults, clean-pairs, goldens, history, kernels, parallelism, untouched, foreign,
-clients, jax-scripts, spec, bench, teach, watching.
+clients, devices, jax-scripts, spec, bench, teach, watching.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -16,6 +16,7 @@ from crossframe.cli.machine_output import MachineOutput
 from crossframe.errors import UsageError
 from crossframe.recording.recorded_steps import window_of
 from experiments.cli import clients as clients_cli
+from experiments.cli import devices as devices_cli
 from experiments.cli import foreign as foreign_cli
 from experiments.cli import goldens as goldens_cli
 from experiments.cli import history as history_cli
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 add_commands(app)
 untouched_cli.add_commands(app)
+devices_cli.add_commands(app)
 foreign_cli.add_commands(app)
 clients_cli.add_commands(app)
 goldens_cli.add_commands(app)
