@@ -14,6 +14,8 @@ _DTYPES = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 FLOATING = tuple(_DTYPES)
+TF32 = "tf32"
+"""The format to which accelerators round the factors of float32 products: 11 significant bits, as float16. Nothing is stored in it."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -34,11 +36,13 @@ def itemsize(name: str) -> int:
 
 
 def unit_roundoff(name: str) -> float:
-    """Half the distance from 1 to the next larger number: the largest relative error of one rounding.
+    """Half the distance from 1 to the next larger number: the largest relative error of one rounding. Also of TF32.
 
-    >>> unit_roundoff("float64") == 2.0**-53
-    True
+    >>> unit_roundoff("float64") == 2.0**-53, unit_roundoff("tf32") == 2.0**-11
+    (True, True)
     """
+    if name == TF32:
+        return 2.0**-11
     return float(ml_dtypes.finfo(numpy_dtype(name)).eps) / 2
 
 

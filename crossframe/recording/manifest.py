@@ -22,6 +22,7 @@ from crossframe.plan import Strategy
 from crossframe.quoting import quote, quote_error, quote_path
 from crossframe.recording.event_format import INPUT
 from crossframe.recording.known_settings import check_settings
+from crossframe.recording.program import PROGRAM, products_in
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME
 from crossframe.unit_assignment import enclosing_unit
@@ -139,6 +140,12 @@ class Manifest:
     def params(self) -> dict[str, ParamSpec]:
         """Every parameter by canonical name, units in order."""
         return {param.name: param for _, layout in self.units for param in layout.params}
+
+    @cached_property
+    def products_in(self) -> str:
+        """The format to which factors of products are rounded (`crossframe.recording.program.products_in`)."""
+        program = self.settings.get(PROGRAM) or {}
+        return products_in(self.framework, self.dtype, program, (param.shape for param in self.params.values()))
 
     @cached_property
     def unit_of(self) -> dict[str, str]:

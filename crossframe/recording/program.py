@@ -10,16 +10,20 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from crossframe.dtypes import TF32
 
 PROGRAM = "program"
 """The name of the setting in a manifest that has the description."""
 SOURCE, ENVIRONMENT = "source", "environment"
 """Digests in hex. They may differ between programs that compute the same bits."""
 DEVICE, DETERMINISTIC, COMPILED, PROCESSES = "device", "deterministic", "compiled", "processes"
+MATMUL, TF32_IN_CONVOLUTIONS = "matmul", "tf32"
+"""The precision of float32 matrix products, in the framework's words; whether convolutions on GPUs round to TF32."""
 OPTIMIZER_KERNEL = "optimizer_kernel"
 """How the optimizer computes its step, such as "fused". It affects the bits of optimizer states and updates only."""
 
@@ -65,6 +69,40 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
         SOURCE: source_digest(),
         ENVIRONMENT: environment_digest(os.environ),
     }
+
+
+_EXACT = ("highest", "float32", "f32_f32_f32")
+_LARGEST_KERNEL = 64
+
+
+def products_in(framework: str, dtype: str, program: Mapping[str, Any], shapes: Iterable[Sequence[int]]) -> str:
+    """The format to which factors of matrix products and convolutions are rounded: `dtype`, or a coarser one.
+
+    GPUs round float32 factors to TF32: torch in convolutions by default and in matrix products if asked to, JAX by default in
+    both. TPUs round them to bfloat16. Sources: torch.backends.cudnn.allow_tf32, torch.set_float32_matmul_precision,
+    jax.default_matmul_precision.
+
+    Args:
+        dtype: in which the run computes.
+        program: the setting `PROGRAM`.
+        shapes: of the parameters. Of a convolution's weight the last dims, of more than two, are those of its kernel.
+
+    >>> products_in("torch", "float32", {"device": "cuda H100", "matmul": "high"}, [(8, 8)])
+    'tf32'
+    >>> products_in("torch", "float32", {"device": "cuda H100", "matmul": "highest", "tf32": True}, [(8, 8)])
+    'float32'
+    >>> products_in("jax", "float32", {"device": "gpu H100", "matmul": "None"}, [(8, 8)])
+    'tf32'
+    """
+    kind = str(program.get(DEVICE, "cpu")).partition(" ")[0]
+    if dtype != "float32" or kind not in ("cuda", "gpu", "rocm", "tpu"):
+        return dtype
+    exact = str(program.get(MATMUL, _EXACT[0])).lower() in _EXACT
+    if exact and framework == "torch" and program.get(TF32_IN_CONVOLUTIONS) is True:
+        exact = not any(len(shape) > 2 and shape[-1] <= _LARGEST_KERNEL for shape in shapes)
+    if exact:
+        return dtype
+    return "bfloat16" if kind == "tpu" else TF32
 
 
 def source_digest() -> str:

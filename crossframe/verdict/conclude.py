@@ -128,10 +128,11 @@ def conclude_initial_values(pair: Pair) -> tuple[Verdict, str] | None:
 
 
 def _settle(pair: Pair, num_runs: int = 4) -> str:
-    """What to do to settle the verdict: record perturbed runs, of the coarser run if the dtypes differ."""
-    runs = (pair.a, pair.b)
+    """What to do to settle the verdict: record perturbed runs, of the run that has to have them if the dtypes differ."""
+    runs = [(pair.a, pair.b)[side] for side in pair.measured]
     alike = "in float64" if pair.coarser is None else "in one dtype"
-    for recording in runs if pair.coarser is None else (runs[pair.coarser],):
+    alike = "with products in one precision" if pair.by_products else alike
+    for recording in runs:
         if recording.golden is not None:
             golden = shlex.quote(str(recording.directory))
             return f"measure rounding with `crossframe baseline update --golden {golden} --perturbed-runs {num_runs}`"
@@ -149,5 +150,5 @@ def _settle(pair: Pair, num_runs: int = 4) -> str:
             return f"measure rounding with {again} and compare again, or record both {alike}"
     which, dtype = "one of them", "with --dtype float64"
     if pair.coarser is not None:
-        which, dtype = labels(pair.a, pair.b)[pair.coarser], alike
+        which, dtype = labels(pair.a, pair.b)[pair.measured[0]], alike
     return f"record {which} again with perturbed runs (--perturbed-runs {num_runs}), or both {dtype}, and compare those"

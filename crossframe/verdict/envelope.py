@@ -74,9 +74,8 @@ class Envelope:
 
     @classmethod
     def of(cls, pair: Pair) -> "Envelope | None":
-        """The envelope of a pair; None if neither recording has perturbed runs, or if the coarser one has none."""
-        sides = [side for side in (0, 1) if pair.coarser in (None, side)]
-        known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in sides)
+        """The envelope of a pair; None if neither recording has perturbed runs, or not the one that has to have them."""
+        known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in pair.measured)
         found = [(side, spread) for side, spread in known if spread is not None]
         if not found:
             return None
@@ -108,7 +107,8 @@ class Envelope:
         both = zip(self._sides, self.spreads, strict=True)
         found = ((side, spread.limit(quantity, more)) for side, spread in both)
         # A spread is measured in what its run recorded.
-        limits = [limit * quantity.by[side] for side, limit in found if limit is not None]
+        scale = implied.scale if implied else 1.0
+        limits = [scale * limit * quantity.by[side] for side, limit in found if limit is not None]
         if not limits:
             return None
         if implied and implied.unused(quantity):
@@ -145,6 +145,8 @@ class Envelope:
 
     def directions(self, dtype: str) -> Directions | None:
         """The results of the tests of directions for all quantities judged so far; None in dtypes without such tests."""
+        if self._implied is not None and self._implied.by_products:
+            return None
         casts = None
         if self._implied is not None:
             finer = self._finer.tallies if self._finer else ()

@@ -16,6 +16,16 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
 
 The limit is the sum: factor * s + sqrt(n) * s + u * norm(x), and R**1.5 * u * norm(x) for a reduction.
 
+If only products differ, such as those of TF32 from those of float32, all results are stored in one dtype, of unit roundoff v, and
+both factors of a product are rounded to u: by sqrt(2) * 0.29 units of u. Perturbed runs of the finer run move such a factor by 0.82
+units of v, and to first order the effect is proportional to that, so their spread is multiplied by
+
+    sqrt(2) * 0.29 u / (0.82 v)
+
+which is 4096 for TF32 in float32. Perturbed runs of the coarser run are not used: a move of a unit of v mostly vanishes when the
+factor is rounded, and now and then moves it by a whole unit of u. Directions are not tested, because no perturbed run shows the one
+that the rounding of weights has.
+
 Casts of parameters have a direction, which does not vanish in an average over samples. The perturbed runs of the finer run
 measure it (`crossframe.verdict.direction`). Without them, only directions of functions whose input and output are recorded are
 tested.
@@ -34,6 +44,8 @@ from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 _ROUNDED = 1 / math.sqrt(12)
 """The standard deviation of rounding to nearest, in units in the last place."""
+_MOVED = math.sqrt(2 / 3)
+"""The standard deviation of the moves of a perturbed run, in units in the last place: up, down, or not at all."""
 
 
 class Implied:
@@ -42,6 +54,7 @@ class Implied:
     def __init__(self, pair: Pair) -> None:
         assert pair.coarser is not None
         self._pair, self._run = pair, (pair.a, pair.b)[pair.coarser]
+        self.by_products = pair.by_products
         self.unit_roundoff = unit_roundoff(pair.dtype)
         stored = (pair.a, pair.b)[1 - pair.coarser].manifest.params.values()
         self.units_of_casts = _ROUNDED * self.unit_roundoff / min(unit_roundoff(param.dtype) for param in stored)
@@ -53,6 +66,12 @@ class Implied:
             return 1.0
         accumulated = self._run.manifest.settings.get("accumulate") or 1
         return math.sqrt(self._pair.terms * accumulated * self._run.manifest.world_size)
+
+    @property
+    def scale(self) -> float:
+        """The multiple of the spread that covers the rounding of coarser products."""
+        stored = unit_roundoff(self._run.manifest.dtype)
+        return scale_of_products(self.unit_roundoff, stored) if self.by_products else 1.0
 
     def casts(self, quantity: Quantity) -> float:
         """The bound on the effect of casting the quantity itself, and of its reduction."""
@@ -80,12 +99,26 @@ class Implied:
         )
 
 
+def scale_of_products(rounded: float, stored: float) -> float:
+    """The multiple of the finer run's spread that covers the rounding of the factors of products.
+
+    Args:
+        rounded, stored: unit roundoff of the factors and of the stored values.
+
+    >>> round(scale_of_products(2.0**-11, 2.0**-24))
+    4096
+    """
+    return math.sqrt(2) * _ROUNDED * rounded / (_MOVED * stored)
+
+
 def describe_precisions(pair: Pair, names: tuple[str, str]) -> str:
     """The dtypes in which each side computes, stores parameters and reduces, as a clause."""
     text = []
     for name, recording in zip(names, (pair.a, pair.b), strict=True):
         computes, stored = recording.manifest.dtype, coarser(*(p.dtype for p in recording.manifest.params.values()))
-        also = [f"parameters in {stored}"] if stored != computes else []
+        products = recording.manifest.products_in
+        also = [f"products in {products}"] if products != computes else []
+        also += [f"parameters in {stored}"] if stored != computes else []
         also += [f"reductions in {reduces_in(recording)}"] if reduces_in(recording) != computes else []
         text.append(f"{name} computes in {computes}" + (f" (with {' and '.join(also)})" if also else ""))
     return " and ".join(text)

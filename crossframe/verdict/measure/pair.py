@@ -33,9 +33,11 @@ class Pair:
         num_steps: the number of steps in both recordings.
         steps: the steps whose tensors both recorded.
         whole_until: the first step that is not in `steps`.
-        dtype: the compute dtype; the coarser one if the runs differ.
-        coarser: the side with the coarser compute or parameter dtype, 0 for a and 1 for b; None if the dtypes are equal
-            (`crossframe.verdict.unequal_dtypes`).
+        dtype: the compute dtype; the coarser one if the runs differ. If only products differ, the coarser one of these.
+        coarser: the side with the coarser compute or parameter dtype, or with coarser products, 0 for a and 1 for b; None if they
+            are equal (`crossframe.verdict.unequal_dtypes`).
+        by_products: whether only the rounding of products differs, as of TF32.
+        measured: the sides whose perturbed runs measure rounding: the coarser one, or the finer one if only products differ.
         noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
@@ -47,6 +49,14 @@ class Pair:
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
         self.dtype: str = _dtype_of(a, b)
         self.coarser: int | None = _coarser_of(a, b)
+        products = [unit_roundoff(recording.manifest.products_in) for recording in (a, b)]
+        self.by_products: bool = self.coarser is None and products[0] != products[1]
+        if self.by_products:
+            self.coarser = int(products[1] > products[0])
+            self.dtype = (a, b)[self.coarser].manifest.products_in
+        self.measured: tuple[int, ...] = (0, 1)
+        if self.coarser is not None:
+            self.measured = (1 - self.coarser if self.by_products else self.coarser,)
         self.bounds: Bounds = bounds_for(self.dtype)
         self.rounds_in: str = self.dtype
         self.same_world = a.manifest.world_size == b.manifest.world_size

@@ -7,14 +7,17 @@ from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
+from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.direction import GAIN, Casts, Tally, directions_of
 from crossframe.verdict.spread import margin
+from crossframe.verdict.unequal_dtypes import scale_of_products
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import other_specs, quantity
 from tests.core.helpers.synthetic import both, jitter
 
 LOW, UNIT = numpy_dtype("bfloat16"), unit_roundoff("bfloat16")
+UNIT32 = unit_roundoff("float32")
 
 
 def made(dtype, **other):
@@ -138,6 +141,77 @@ def test_casts_of_parameters_stay_below_their_allowance():
         reached[n] = max(ratios)
     assert all(most <= np.sqrt(n) for n, most in reached.items()), reached
     assert reached[4096] > margin(4)
+
+
+def rounded(x):
+    """To 11 significant bits, as TF32."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~np.uint32(0x1FFF)).view(np.float32)
+
+
+def test_rounding_of_products_stays_below_what_spreads_are_multiplied_by():
+    """A net whose products round their factors differs from one whose products do not by about as much as that says."""
+    generator = np.random.default_rng(0)
+
+    def outputs(weights, x, cast, moves=None):
+        found = [np.asarray(x, np.float32)]
+        for weight in weights:
+            y = np.tanh(cast(found[-1]) @ cast(weight))
+            if moves is not None:
+                y = y * (1 + 2.0**-23 * moves.integers(-1, 2, y.shape)).astype(np.float32)
+            found.append(y.astype(np.float32))
+        return found[1:]
+
+    def apart(one, other):
+        return np.array([np.linalg.norm(x.astype(np.float64) - y) for x, y in zip(one, other, strict=True)])
+
+    for _ in range(4):
+        weights = [generator.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(4)]
+        x = generator.normal(size=(32, 64))
+        run = outputs(weights, x, np.asarray)
+        moved = [apart(outputs(weights, x, np.asarray, generator), run) for _ in range(4)]
+        spread = scale_of_products(2.0**-11, UNIT32) * np.sqrt(np.mean(np.square(moved), axis=0))
+        ratio = apart(run, outputs(weights, x, rounded)) / spread
+        assert np.all((ratio < 2) & (ratio > 0.2)), ratio
+
+
+ON_A_GPU = {"device": "cuda H100", "matmul": "high"}
+
+
+@pytest.fixture
+def products(tmp_path):
+    """Two float32 runs, of which b rounds the factors of products to TF32. `of` has perturbed runs."""
+
+    def record(*tampers, of="a"):
+        kinds = {"a": made("float32"), "b": made("float32", settings={PROGRAM: ON_A_GPU})}
+        changes = {"a": both(), "b": both(jitter(99, 2.0**-12), *tampers)}  # what TF32 rounds, in all runs of b alike
+        runs = {name: synthetic.record(tmp_path / name, kinds[name], tamper=changes[name]) for name in kinds}
+        for i in range(1, 5):
+            at = runs[of].directory / perturbed_run_folder(i)
+            synthetic.record(at, kinds[of], tamper=both(changes[of], jitter(i, UNIT32)))
+        return runs["a"], runs["b"]
+
+    return record
+
+
+def test_products_in_tf32_differ_from_float32_by_rounding(products):
+    a, b = products()
+    for found in (compare(a, b), compare(b, a)):
+        assert found.verdict is Verdict.ROUNDING, found.reason
+        assert found.dtype == "tf32" and "b computes in float32 (with products in tf32)" in found.reason
+        assert "the rounding of tf32 explains the difference" in found.reason
+
+
+def test_a_fault_beside_products_in_tf32_is_located(products):
+    found = compare(*products(times("reduce", "block.w", 0.5)))
+    assert found.verdict is Verdict.BUG and found.parted is not None, found.reason
+    assert found.first_divergence and (found.first_divergence.step, found.parted.name) == (0, "block.w")
+
+
+def test_perturbed_runs_of_products_in_tf32_do_not_count(products):
+    found = compare(*products(of="b"))
+    assert found.verdict is Verdict.INCONCLUSIVE and "tf32 is too coarse for a bound" in found.reason, found.reason
+    assert "record a again with perturbed runs" in found.reason
 
 
 def normed(x, epsilon, weight):
