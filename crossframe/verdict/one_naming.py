@@ -60,7 +60,8 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
         lost = [name for name in own.manifest.params if name in unrecorded]
         sides.append(_without(own, lost) if lost else own)
         if lost:
-            texts.append(f"{_listed(lost)}, which {labels(a, b)[1 - i]} did not record, is not compared")
+            are = "is" if len(lost) == 1 else "are"
+            texts.append(f"{_listed(lost)}, which {labels(a, b)[1 - i]} did not record, {are} not compared")
     a, b = sides
     naming = _by_map(a, b, param_map) if param_map is not None else _by_names_or_values(a, b)
     return replace(naming, unrecorded="; ".join(texts))

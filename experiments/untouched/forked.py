@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
@@ -115,6 +116,9 @@ def _main(function: str, arguments: Sequence[str], environment: Mapping[str, str
 
 
 def _logged(log: Path, target: Callable[..., int], *args: Any) -> None:
+    finalizers: Any = weakref.finalize
+    for each in [*finalizers._registry]:  # such as of temporary folders, which the process above still uses
+        each.detach()
     with log.open("ab") as stream:
         for number in (1, 2):
             os.dup2(stream.fileno(), number)

@@ -13,7 +13,7 @@ parameters are sharded on other dims than the first: a recording has one mesh, a
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,14 @@ class ModelRanks:
         params: Mapping[str, Tensor],
         axes: Axes | None = None,
         partitions: Mapping[str, Partition | Pieces] | None = None,
+        unknown: Container[str] = (),
     ) -> None:
         """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it.
 
         Args:
             axes: along which they lie. None: the axes of the parameters' meshes that have no other ranks.
             partitions: of parameters that are divided without DTensors.
+            unknown: names of parameters whose division is not known.
         """
         names = hashlib.sha256("\n".join(sorted(params)).encode()).hexdigest()
         place = (replica, shard, names)
@@ -78,6 +80,7 @@ class ModelRanks:
                 self._firsts.setdefault(name, {})[rank] = ranks[0]
         # By name, since forward reads other tensors than the optimizer has.
         self._partitions = {name: each for name, part in (partitions or {}).items() if (each := in_forward(part))}
+        self._unknown = unknown
         # The dim on which ranks hold parts of an activation, by its shape on the first one; None: they also hold whole ones.
         self._dims: dict[tuple[int, ...], int | None] = {}
         # (samples, positions) of a batch of tokens that all ranks were given; None: another kind of batch, or not the same.
@@ -176,9 +179,10 @@ class ModelRanks:
     def _weight(self, module: nn.Module | None, name: str) -> "_Weight | None":
         # A flat parameter has no parameters in modules, which use views of it.
         weight = None if module is None else module._parameters.get("weight", module.__dict__.get("weight"))
-        if weight is None or module is None:
+        full_name = f"{name}.weight" if name else "weight"
+        if weight is None or module is None or full_name in self._unknown:
             return None
-        partition = self._partitions.get(f"{name}.weight" if name else "weight")
+        partition = self._partitions.get(full_name)
         if partition is not None:
             kind = nn.Embedding if "Embedding" in type(module).__name__ else nn.Linear
             return _Weight(partition.full_shape(weight.shape), kind, {partition.dim}, partition.stride)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crossframe.errors import UnsupportedError, UsageError
+from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -23,11 +23,12 @@ from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import ModelRanks, full, hash_of
 from torch_backend.recorder._partition import Partition, Pieces, local_of
-from torch_backend.recorder._pipeline import Pipeline
+from torch_backend.recorder._pipeline import Bits, Pipeline
 from torch_backend.recorder._sharding_libraries import (
     Bucket,
     Engine,
     divided_by,
+    in_known_layouts,
     joined_by,
     of_sequences,
     ours,
@@ -82,7 +83,8 @@ class ModelView:
         watched: modules whose input and output are recorded, with their names.
         entries: on whose entry the parameters of which units can be read in full.
         compute_dtype: in which it computes.
-        left_out: names of parameters that are not recorded, since the engine leaves them alone.
+        left_out: names of parameters that are not recorded, since the engine leaves them alone or it is not known how ranks
+            divide them.
         pipeline: the stages of which this model is one; None: it is whole. stage: its number.
         context: the ranks that have parts of this rank's sequences; None: it has whole ones.
     """
@@ -135,15 +137,16 @@ class ModelView:
         """The core's word for how it is sharded."""
         return self.engine.strategy
 
-    def bits(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """The shape, and a hash of the local values, of each parameter that its bits could tell from others."""
+    def bits(self) -> dict[str, Bits]:
+        """Of each parameter that its bits could tell from others."""
         shapes = {spec.name: spec.shape for _, layout in self.units for spec in layout.params}
         found = {}
         for held in self.held:
             here = held.of(held.param)
             is_constant = bool(here.numel()) and bool((here == here[0]).all())
             if len(shapes[held.name]) > 1 and not is_constant:
-                found[held.name] = shapes[held.name], hash_of(here) if here.numel() else None
+                kind = type(self.places[held.name][0][0]).__name__
+                found[held.name] = shapes[held.name], hash_of(here) if here.numel() else None, kind
         return found
 
     def renamed(self, names: Mapping[str, str]) -> "ModelView":
@@ -208,7 +211,6 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Seque
 
     Raises:
         UsageError: no parameters, units given for a sharded model.
-        UnsupportedError: a layout that the core has otherwise.
     """
     places = list(module_tree.named_modules(model))
     if units_in(model):
@@ -220,7 +222,7 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Seque
     else:
         replicas = None if stated.pipeline is None else stated.pipeline.replicas
         names = module_tree.choose_units(model, stated.units)
-        engine = unsharded(model, names, replicas, stated.tensor_parallel, stated.partition)
+        engine = unsharded(model, names, replicas, stated.tensor_parallel, stated.partition, inputs)
         return _view(model, places, engine, stated, stage, inputs)
     if stated.units is not None:
         raise UsageError("units: a sharded model has its own units; leave the argument out")
@@ -236,12 +238,16 @@ def _view(
     stage: int,
     inputs: Sequence[Tensor],
 ) -> ModelView:
-    engine = joined_by(engine, stated.pipeline, inputs)
+    engine = joined_by(in_known_layouts(engine), stated.pipeline, inputs)
     if stated.context is not None:
         engine = of_sequences(engine, stated.context, stated.pipeline)
     (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
     if not engine.buckets:
-        raise UsageError("the model has no parameters of a floating dtype: there is nothing to record")
+        why = "the model has no parameters of a floating dtype"
+        if engine.left_out:
+            name, reason = next(iter(engine.left_out.items()))
+            why = f"no parameter can be recorded; {name}: {reason}"
+        raise UsageError(f"{why}: there is nothing to record")
     read = {
         spec.name: tuple(where)
         for bucket in engine.buckets
@@ -264,6 +270,7 @@ def _view(
         *(place.name for place in places if place.module in owners),
     }
     known = {id(param) for bucket in engine.buckets for param in bucket.params}
+    unmanaged = [canonical_name(name) for name, param in model.named_parameters() if id(param) not in known]
     return ModelView(
         engine,
         MeshSpec(shard=num_shards, replicate=num_replicas),
@@ -278,7 +285,7 @@ def _view(
         {module: name for name, module in by_name.items() if name in wanted},
         entries,
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
-        tuple(canonical_name(name) for name, param in model.named_parameters() if id(param) not in known),
+        tuple(dict.fromkeys((*unmanaged, *engine.left_out))),
         stated.pipeline,
         stated.context,
         stage,
@@ -286,23 +293,13 @@ def _view(
 
 
 def _held(bucket: Bucket, shard: int, *, gathered: bool) -> Iterator[Held]:
-    """This rank's pieces where the layout says they lie; UnsupportedError where the tensors say otherwise."""
+    """This rank's pieces, where the layout says they lie."""
     pieces = {piece.name: piece for piece in bucket.layout.pieces(shard)}
     for i, spec in enumerate(bucket.layout.params):
         piece = pieces.get(spec.name)
         start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
         if bucket.is_flat:
             part = (piece.shard_start, piece.shard_stop) if piece else (0, 0)
-            held = Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
+            yield Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
         else:
-            held = Held(bucket.unit, spec.name, start, stop, bucket.params[i], gathered=gathered)
-        if gathered:
-            yield held
-            continue
-        if held.of(held.param).numel() != stop - start or bucket.stated_range(i) not in (None, (start, stop)):
-            raise UnsupportedError(
-                f"parameter {spec.name!r}, rank {shard} of its shard group: the core's layout has elements {start}:{stop} "
-                f"here, but it holds {held.of(held.param).numel()}, {bucket.stated_range(i)}; the recorder does not know this "
-                "layout"
-            )
-        yield held
+            yield Held(bucket.unit, spec.name, start, stop, bucket.params[i], gathered=gathered)

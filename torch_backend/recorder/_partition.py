@@ -6,7 +6,7 @@ parameter consists of n runs along the dim, and a rank has its part of each of t
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,6 +53,19 @@ class Partition:
     def set(self, param: Tensor, full: Tensor) -> None:
         """Set this rank's part, in place."""
         set_whole(param, self.own(full))
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Parameters that ranks divide without DTensors.
+
+    Attributes:
+        partitions: by name, where the ranks are known.
+        unknown: names of the others.
+    """
+
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    unknown: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -174,8 +187,8 @@ def partitions_of(
     num_dims: Mapping[str, int],
     group: dist.ProcessGroup | None,
     stated: Mapping[str, int],
-) -> dict[str, Partition]:
-    """By name the parameters that ranks divide, those with Megatron-LM's attributes and those that are stated.
+) -> "Divided":
+    """The parameters that ranks divide, those with Megatron-LM's attributes and those that are stated.
 
     Args:
         num_dims: of each parameter.
@@ -183,7 +196,7 @@ def partitions_of(
         stated: the divided dim by name or pattern of names.
 
     Raises:
-        UsageError: divided parameters without a group, a pattern without a parameter, or a dim that a parameter has not.
+        UsageError: a pattern without a parameter, or a dim that a parameter has not.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, param in params.items():
@@ -196,16 +209,13 @@ def partitions_of(
                 f"Recorder: partition: expected names or patterns of parameters and one of their dims, got {pattern!r}: {dim!r}"
             )
         found |= dict.fromkeys(names, (dim, 1))
-    if not found:
-        return {}
+    if not found or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Divided()
     if group is None and _STATE in sys.modules:
         group = sys.modules[_STATE].get_tensor_model_parallel_group()
     if group is None:
-        raise UsageError(
-            f"Recorder: parameter {next(iter(found))!r} is divided over ranks without a DTensor; pass tensor_parallel=, the "
-            "process group of these ranks"
-        )
+        return Divided(unknown=tuple(found))
     if group.size() == 1:
-        return {}
+        return Divided()
     ranks = Communicator(group)
-    return {name: Partition(ranks, dim, stride) for name, (dim, stride) in found.items()}
+    return Divided({name: Partition(ranks, dim, stride) for name, (dim, stride) in found.items()})

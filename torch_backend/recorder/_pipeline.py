@@ -6,12 +6,15 @@ stages, which are recorded one by one. Gradients are those that the optimizers g
 as dividing by the number of microbatches, is not seen, so local gradients are not recorded.
 
 A parameter of a later stage that has the bits of an earlier one is the same parameter (tied weights, as of the embedding and the
-head). It is recorded under the name of the earlier stage, and the values of the later one are compared. If stages have other
-parameters with one name, as those of several `nn.Sequential` do, all names begin with the number of the stage.
+head). It is recorded under the name of the earlier stage, and the values of the later one are compared. Layers that are repeated
+may begin with the same bits without being tied, as those of stages that draw from one seed: parameters of modules of one class
+whose names differ in numbers at most. If stages have other parameters with one name, as those of several `nn.Sequential` do, all
+names begin with the number of the stage.
 
 The stages of a pipeline wait for one another in forward. So they begin to record together before, when the recorder is entered.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +32,8 @@ from torch_backend.ranks._collectives import Communicator, axis_name, default_pr
 
 Units = tuple[tuple[str, Layout], ...]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-Bits = tuple[tuple[int, ...], Any]
-"""The shape of a parameter, and a hash of the local values; None if there are none."""
+Bits = tuple[tuple[int, ...], Any, str]
+"""The shape of a parameter, a hash of the local values, or None if there are none, and the class of its module."""
 _COMPARED = (PARAMETERS, REDUCE, STATE, UPDATE)
 
 
@@ -120,13 +123,16 @@ class Pipeline:
             own: for each of this rank's stages, the bits of parameters that may be copies, by name.
         """
         every = self._ranks.gather_objects(dict(zip(self.stages, own, strict=True)))
-        owners: dict[Bits, tuple[int, str]] = {}
+        owners: dict[Any, list[tuple[int, str, str]]] = {}
         found: dict[tuple[int, str], tuple[int, str]] = {}
         for stage, named in sorted((each for of_rank in every for each in of_rank.items()), key=lambda each: each[0]):
-            for name, bits in named.items():
-                owner = owners.setdefault(bits, (stage, name))
-                if owner[0] < stage:
+            for name, (shape, values, kind) in named.items():
+                same = owners.setdefault((shape, values), [])
+                role = kind, _pattern(name)
+                earlier = ((at, own) for at, own, other in same if at < stage and (other, _pattern(own)) != role)
+                if (owner := next(earlier, None)) is not None:
                     found[stage, name] = owner
+                same.append((stage, name, kind))
         # Ranks that have no elements of a parameter cannot tell.
         of_all = Communicator(default_process_group()).gather_objects({*found.items()})
         found = dict(sorted({*found.items()}.intersection(*of_all)))
@@ -167,6 +173,15 @@ class Pipeline:
             found += units
         return found
 
+    def left_out(self, own: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """Names of the parameters of all stages that are not recorded. Every rank calls it.
+
+        Args:
+            own: those of each of this rank's stages.
+        """
+        every = self._ranks.gather_objects([*map(list, own)])
+        return tuple(dict.fromkeys(name for of_rank in every for names in of_rank for name in names))
+
     def gather(self, loss: float, calls: Mapping[int, Iterable[Call]]) -> tuple[float, list[Call]]:
         """(the loss of the last stage, the calls of the stages after the first, in order). Every rank calls it.
 
@@ -177,6 +192,11 @@ class Pipeline:
         by_stage = {stage: own for _, of_rank in every for stage, own in of_rank.items()}
         later = [call for stage in sorted(by_stage) for call in by_stage[stage]]
         return next((each for each, _ in every if each is not None), 0.0), later
+
+
+def _pattern(name: str) -> str:
+    """A name without its numbers."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _without(layout: Any, names: set[str]) -> Layout | None:

@@ -1,5 +1,6 @@
 """`Recorder`: records any training loop."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -138,7 +139,7 @@ class Recorder(Listener):
         stages: the numbers of the stages of `model`. None: the ranks take turns, as rank 0 of 2 with the stages 0 and 2.
         tensor_parallel: the process group of the ranks that divide parameters without DTensors: those with Megatron-LM's
             attributes `tensor_model_parallel`, `partition_dim` and `partition_stride`, and those in `partition`. None: that of
-            Megatron-LM, if it is initialised.
+            Megatron-LM, if it is initialised; else these parameters are not recorded, with a warning.
         partition: the divided dim of parameters by name or pattern of names, as {"*.up.weight": 0}.
         context: the process group of ranks that have parts of the same sequences, along dim 1 of batches and activations.
         context_order: "rank" if the parts are in the order of ranks; "head_tail" if of 2n parts rank i of n has part i and part
@@ -466,13 +467,14 @@ class Recorder(Listener):
                 first,
                 units=self._pipeline.units([view.units for view in self._views], copies),
                 held=tuple(held for view in self._views for held in view.held),
-                left_out=tuple(name for view in self._views for name in view.left_out),
+                left_out=self._pipeline.left_out([view.left_out for view in self._views]),
             )
         if manifest is None:
             manifest = manifest_of(described, self._models[0], self._optimizers, **self._options)
             manifest = created(self._path, manifest, first, overwrite=self._overwrite)
         elif manifest.units != described.units or manifest.mesh != first.mesh:
             raise UsageError("the layouts that the manifest has are not those of the model")
+        _warn_of_left_out(self._views)
         for part, view in zip(self._parts, self._views, strict=True):
             if self._pipeline is not None and view.writes:
                 writer = FirstWriter(self._path, manifest, view.rank, copies)
@@ -594,3 +596,14 @@ class Recorder(Listener):
             writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._num_written += len(self._waiting)
         self._waiting = []
+
+
+def _warn_of_left_out(views: Iterable[ModelView]) -> None:
+    """Warn, on one rank, of parameters that cannot be recorded."""
+    names: dict[str, list[str]] = {}
+    for view in views:
+        for name, reason in view.engine.left_out.items() if view.speaks and view.rank == 0 else ():
+            names.setdefault(reason, []).append(name)
+    for reason, found in names.items():
+        more = f" and {len(found) - 3} more parameters" if len(found) > 3 else ""
+        warnings.warn(f"Recorder: not recorded: {', '.join(found[:3])}{more}: {reason}", stacklevel=2)

@@ -22,11 +22,19 @@ from torch_backend.ranks._collectives import Communicator, axis_name, default_pr
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
 from torch_backend.recorder._model_ranks import Axes, ModelRanks, axes_of, component, hash_of
-from torch_backend.recorder._partition import Partition, Pieces, partitions_of, parts_of_dtensors
+from torch_backend.recorder._partition import Partition, Pieces, local_of, partitions_of, parts_of_dtensors
 from torch_backend.recorder._pipeline import Pipeline
+from torch_backend.recorder._unit_meshes import MeshGroups, Place, largest, place_in
 
 # Weights of experts have a dim of experts.
 _EXPERT_DIMS = 3
+
+_TENSOR_AXIS = "tp"
+"""The name of the axis of a process group without one."""
+_NO_GROUP = (
+    "divided over ranks without DTensors, and it is not known which ranks; pass tensor_parallel=, their process group"
+)
+_OTHER_LAYOUT = "the elements on each rank are not those that the recorder expects of this way to shard a model"
 
 Registered = tuple[nn.Module, str]
 Range = tuple[int, int]
@@ -78,6 +86,7 @@ class Engine:
             units have different meshes or are sharded on other dims than the first.
         expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
         partitions: of parameters that are divided without DTensors, or into pieces.
+        left_out: by name why a parameter cannot be recorded.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
         tensor_ranks: those of them that have the same positions of sequences; None: this rank alone.
     """
@@ -95,6 +104,7 @@ class Engine:
     is_gathered: bool = False
     expert_axes: frozenset[str] = frozenset()
     partitions: Mapping[str, Partition | Pieces] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     model_ranks: ModelRanks | None = None
     tensor_ranks: ModelRanks | None = None
 
@@ -124,7 +134,7 @@ def ours(model: nn.Module) -> Engine:
     named = named_units(model, rename=canonical_name)
     for unit in named:
         unit.check_whole()
-    meshes = [_Mesh(each.unit.mesh.shards.group, each.unit.mesh.replicas.group) for each in named]
+    meshes = [MeshGroups(each.unit.mesh.shards.group, each.unit.mesh.replicas.group) for each in named]
     buckets, is_divided, is_on_rows = [], False, True
     for unit, mesh in zip(named, meshes, strict=True):
         for each in unit.buckets:
@@ -144,9 +154,9 @@ def ours(model: nn.Module) -> Engine:
         managed = {id(param) for each in buckets for param in each.params}
         others = {name: each for name, each in _registrations(model).items() if id(each[0]) not in managed}
         buckets += _buckets(others, [tuple(unit.paths) for unit in named])
-    first = named[meshes.index(mesh := _largest(meshes))].unit
+    first = named[meshes.index(mesh := largest(meshes))].unit
     are_alike = all(each == mesh for each in meshes)
-    place = _Place.of(meshes, is_divided=is_divided)
+    place = Place.of(meshes, is_divided=is_divided)
 
     def names() -> dict[str, str]:
         return {
@@ -173,61 +183,6 @@ def ours(model: nn.Module) -> Engine:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Mesh:
-    """The data-parallel ranks of a unit: those of its shards and those of its replicas; None: this rank alone."""
-
-    shards: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        return _place_in(self.shards)[1] * _place_in(self.replicas)[1]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mesh) and self._ranks == other._ranks
-
-    @property
-    def _ranks(self) -> list[list[int]]:
-        """Of both groups; groups of one rank are all alike."""
-        groups = [dist.get_process_group_ranks(group) if group else [] for group in (self.shards, self.replicas)]
-        return [ranks if len(ranks) > 1 else [] for ranks in groups]
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those of more than one rank."""
-        return tuple(group for group in (self.shards, self.replicas) if group is not None and group.size() > 1)
-
-
-def _largest(meshes: Sequence[_Mesh]) -> _Mesh:
-    """The mesh of most ranks, of several that with most shards."""
-    return max(meshes, key=lambda mesh: (mesh.size, _place_in(mesh.shards)[1]))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of this rank among the data-parallel ranks, as an `Engine` has it."""
-
-    replicas: tuple[int, int]
-    shards: tuple[int, int]
-    groups: tuple[dist.ProcessGroup, ...]
-    axes: Axes | None = None
-
-    @classmethod
-    def of(cls, meshes: Sequence[_Mesh], *, is_divided: bool) -> "_Place":
-        """The place on the largest mesh. Where units have different meshes and none of them has all ranks, each rank is a replica
-        of its own.
-
-        Args:
-            is_divided: whether ranks with one batch have parts of parameters, so that other ranks have the same place.
-        """
-        mesh = _largest(meshes)
-        are_alike = all(each == mesh for each in meshes)
-        if not are_alike and not is_divided and mesh.size < dist.get_world_size():
-            return cls((0, 1), (0, 1), (), {})
-        return cls(_place_in(mesh.replicas), _place_in(mesh.shards), mesh.groups)
-
-
 def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
     wrappers: list[tuple[str, Any]] = [(place.name, place.module) for place in found]
@@ -238,7 +193,7 @@ def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     ]
     compute = root.mixed_precision.param_dtype
     is_divided = any(bucket.specs for bucket in buckets)
-    place = _Place.of(meshes, is_divided=is_divided)
+    place = Place.of(meshes, is_divided=is_divided)
     return Engine(
         "torch FSDP1",
         Strategy(root.sharding_strategy.name.lower().lstrip("_")),
@@ -252,13 +207,13 @@ def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     )
 
 
-def _mesh_of_wrapper(wrapper: Any) -> "_Mesh":
+def _mesh_of_wrapper(wrapper: Any) -> "MeshGroups":
     shards, replicas = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)
     if wrapper._handle is not None and not wrapper._handle.uses_sharded_strategy:
         # A hybrid mesh with shards of one rank is none that FSDP1 calls hybrid, but its replicas are those of the mesh.
         alone = replicas is not None and shards.size() == 1
         shards, replicas = None, replicas if alone else shards
-    return _Mesh(shards, replicas)
+    return MeshGroups(shards, replicas)
 
 
 def _flat_bucket(name: str, handle: Any, shards: dist.ProcessGroup | None) -> Bucket:
@@ -315,9 +270,9 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
     # Under tensor parallelism a DTensor has further axes. Experts may be sharded over fewer ranks than other parameters, between
     # those that have other experts.
     is_divided = any(param.device_mesh not in meshes for param, _, _ in params.values())
-    place = _Place.of([*meshes.values()], is_divided=is_divided)
-    largest = _largest([*meshes.values()])
-    strategy = _strategy(_place_in(largest.shards)[1], _place_in(largest.replicas)[1], keeps=False)
+    place = Place.of([*meshes.values()], is_divided=is_divided)
+    mesh = largest([*meshes.values()])
+    strategy = _strategy(place_in(mesh.shards)[1], place_in(mesh.replicas)[1], keeps=False)
     if is_divided or len(meshes) > 1 or any(_dim(param) for param, _, _ in params.values()):
         every = _registrations(model)
         return _gathered(
@@ -340,16 +295,16 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
     )
 
 
-def _mesh_of_info(mesh: Any, info: Any) -> "_Mesh":
+def _mesh_of_info(mesh: Any, info: Any) -> "MeshGroups":
     axes = info.shard_mesh_dim, info.replicate_mesh_dim
-    return _Mesh(*(None if axis is None else mesh.get_group(axis) for axis in axes))
+    return MeshGroups(*(None if axis is None else mesh.get_group(axis) for axis in axes))
 
 
 def _gathered(
     name: str,
     params: dict[str, Any],
     units: Sequence[tuple[str, ...]],
-    place: _Place,
+    place: Place,
     strategy: Strategy,
     compute_dtype: str | None,
     **options: Any,
@@ -382,12 +337,39 @@ def divided_by(engine: Engine, tensor_parallel: dist.ProcessGroup | None, stated
     """
     every = [each for bucket in engine.buckets for each in zip(*_each(bucket), strict=True)]
     num_dims = {spec.name: len(spec.shape) for spec, _ in every}
-    partitions = partitions_of({spec.name: param for spec, param in every}, num_dims, tensor_parallel, stated)
-    if not partitions:
+    divided = partitions_of({spec.name: param for spec, param in every}, num_dims, tensor_parallel, stated)
+    if divided.unknown:
+        return replace(engine, is_gathered=True, left_out=dict.fromkeys(divided.unknown, _NO_GROUP))
+    if not divided.partitions:
         return engine
+    axes = None if engine.axes is None else _axes_of(divided.partitions)
+    return replace(engine, is_gathered=True, partitions=divided.partitions, axes=axes)
+
+
+def _axes_of(partitions: Mapping[str, Partition]) -> Axes:
+    """The ranks that divide parameters, by the name of their mesh axis."""
     ranks = next(iter(partitions.values())).ranks
-    axes = None if engine.axes is None else {axis_name(ranks.group, "tp"): ranks.ranks}
-    return replace(engine, is_gathered=True, partitions=partitions, axes=axes)
+    return {axis_name(ranks.group, _TENSOR_AXIS): ranks.ranks}
+
+
+def in_known_layouts(engine: Engine) -> Engine:
+    """The engine without the parameters of which ranks hold other elements than the layout states. DTensors are gathered then,
+    since they say themselves where their elements lie. All ranks of the engine's groups call it."""
+    found: set[str] = set()
+    for bucket in engine.buckets if not engine.is_gathered else ():
+        pieces = {piece.name: piece for piece in bucket.layout.pieces(engine.shards[0])}
+        for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
+            piece = pieces.get(spec.name)
+            start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
+            is_here = bucket.is_flat or local_of(param).numel() == stop - start
+            if not is_here or bucket.stated_range(i) not in (None, (start, stop)):
+                found.add(spec.name)
+    for group in engine.groups if not engine.is_gathered else ():  # ranks must know alike
+        found = set().union(*Communicator(group).gather_objects(found))
+    if not found:
+        return engine
+    lost = [name for name, param in _params(engine).items() if name in found and not isinstance(param, DTensor)]
+    return replace(engine, is_gathered=True, left_out={**engine.left_out, **dict.fromkeys(lost, _OTHER_LAYOUT)})
 
 
 def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor]) -> Engine:
@@ -415,11 +397,18 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
         among = pipeline.replicas if pipeline is not None else default_process_group()
         place = component(axes.values(), dist.get_process_group_ranks(among))
         engine = replace(engine, replicas=place, groups=(among,) if among.size() > 1 else ())
-    params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
-    ranks = ModelRanks(engine.replicas[0], engine.shards[0], params, axes, {**engine.partitions, **pieces})
+    divided = {**engine.partitions, **pieces}
+    ranks = ModelRanks(engine.replicas[0], engine.shards[0], _params(engine), axes, divided, engine.left_out)
     groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
     together = ranks if len(ranks.ranks) > 1 else None
     return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=together)
+
+
+def _ranks_with_batch(inputs: Sequence[Tensor]) -> Axes:
+    """The ranks that forward gives the inputs of this one."""
+    every = Communicator(default_process_group()).gather_objects([hash_of(each) for each in inputs])
+    same = [rank for rank, own in enumerate(every) if own and own == every[dist.get_rank()]]
+    return {_TENSOR_AXIS: same} if len(same) > 1 else {}
 
 
 def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
@@ -439,6 +428,8 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
     for each in engine.buckets:
         members = []
         for spec, param, places in zip(*_each(each), each.places, strict=True):
+            if spec.name in engine.left_out:
+                continue
             part = partitions.get(spec.name)
             shape = tuple(param.shape) if isinstance(param, DTensor) else spec.shape
             if part is not None:
@@ -451,6 +442,11 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
     return replace(engine, buckets=buckets, names=None, partitions=partitions)
 
 
+def _params(engine: Engine) -> dict[str, Tensor]:
+    """What the optimizer has of each parameter, by name."""
+    return {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
+
+
 def _each(bucket: Bucket) -> tuple[Sequence[ParamSpec], Sequence[Tensor]]:
     """The parameters of a bucket, and what the optimizer has of each: of a flat parameter the same for all."""
     specs = bucket.layout.params
@@ -461,7 +457,7 @@ def _pieces(engine: Engine) -> dict[str, Pieces]:
     """The pieces that ranks have of parameters that are no DTensors and not whole."""
     found = {}
     for bucket in engine.buckets:
-        own_rank, size = _place_in(bucket.shards)
+        own_rank, size = place_in(bucket.shards)
         ranks = Communicator(bucket.shards) if bucket.shards is not None and size > 1 else None
         of_ranks = [{piece.name: piece for piece in bucket.layout.pieces(rank)} for rank in range(size)]
         here, is_divided = of_ranks[own_rank], any(spec is not None for spec in bucket.specs)
@@ -492,8 +488,8 @@ def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = N
     among = range(dist.get_world_size()) if pipeline is None else dist.get_process_group_ranks(pipeline.replicas)
     index, size = component([context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], among)
     pieces = _pieces(engine) if engine.model_ranks is None else {}
-    params = {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
-    model_ranks = ModelRanks(0, index, params, axes, {**engine.partitions, **pieces})
+    divided = {**engine.partitions, **pieces}
+    model_ranks = ModelRanks(0, index, _params(engine), axes, divided, engine.left_out)
     return replace(
         _of_full(replace(engine, shards=(index, size)), pieces),
         strategy=_strategy(size, 1, keeps=False),
@@ -509,12 +505,15 @@ def unsharded(
     replicas: dist.ProcessGroup | None = None,
     tensor_parallel: dist.ProcessGroup | None = None,
     partition: Mapping[str, int] | None = None,
+    inputs: Sequence[Tensor] = (),
 ) -> Engine:
     """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank.
 
     Args:
         replicas: the ranks that have this model, unless DistributedDataParallel states them; None: all.
         tensor_parallel, partition: of parameters that are divided without DTensors.
+        inputs: what forward is given; empty if that is not known. Where it is not known which ranks divide parameters, those with
+            the same inputs compute one replica.
     """
     params = _registrations(model)
     units = [(name,) for name in unit_names]
@@ -524,21 +523,28 @@ def unsharded(
     own = {name: each for name, (each, _, _) in params.items()}
     if parts := parts_of_dtensors(own):
         return _gathered(
-            *("torch DDP", params, units, _Place.of([_Mesh(None, group)], is_divided=True), Strategy.NO_SHARD, None),
+            *(
+                "torch DDP",
+                params,
+                units,
+                Place.of([MeshGroups(None, group)], is_divided=True),
+                Strategy.NO_SHARD,
+                None,
+            ),
             reads_all_at_once=True,
             partitions=parts,
         )
     num_dims = {name: each.ndim for name, each in own.items()}
-    partitions = partitions_of(own, num_dims, tensor_parallel, partition or {})
-    if partitions:
-        ranks = next(iter(partitions.values())).ranks
-        axes = {axis_name(ranks.group, "tp"): ranks.ranks}
-        place = _Place.of([_Mesh(None, group)], is_divided=True)
+    divided = partitions_of(own, num_dims, tensor_parallel, partition or {})
+    if divided.partitions or divided.unknown:
+        axes = _axes_of(divided.partitions) if divided.partitions else _ranks_with_batch(inputs)
+        place = Place.of([MeshGroups(None, group)], is_divided=True)
         return _gathered(
             *("tensor parallelism", params, units, place, Strategy.NO_SHARD, None),
             reads_all_at_once=True,
             axes=None if group is not None else axes,
-            partitions=partitions,
+            partitions=divided.partitions,
+            left_out=dict.fromkeys(divided.unknown, _NO_GROUP),
         )
     if group is None and dist.is_initialized():
         group = replicas or dist.group.WORLD
@@ -546,7 +552,7 @@ def unsharded(
     return Engine(
         "torch DDP" if module_tree.is_ddp(model) else "one device" if alone else "replicas",
         Strategy.NO_SHARD,
-        _place_in(group),
+        place_in(group),
         (0, 1),
         () if alone else (group,),  # type: ignore[arg-type]
         _buckets(params, units),
@@ -569,7 +575,7 @@ def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[t
     axes = axes_of(meshes, lambda mesh, axis: (mesh, axis) in divided)
     of_others = axes_of(meshes, lambda mesh, axis: (mesh, axis) in others)
     return _gathered(
-        *("tensor parallelism", params, units, _Place((0, 1), (0, 1), ()), Strategy.NO_SHARD, None),
+        *("tensor parallelism", params, units, Place((0, 1), (0, 1), ()), Strategy.NO_SHARD, None),
         reads_all_at_once=True,
         axes=axes,
         expert_axes=frozenset(axes.keys() - of_others.keys()),
@@ -633,10 +639,6 @@ def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[Pa
 def _dim(param: DTensor) -> int:
     """The dim on which a parameter is sharded."""
     return next((placement.dim for placement in param.placements if isinstance(placement, Shard)), 0)
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def _strategy(shard: int, replicate: int, *, keeps: bool) -> Strategy:

@@ -1,7 +1,10 @@
 """Units on different meshes, with different layouts, or sharded on other dims, recorded and held against one device."""
 
+import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +17,14 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import torch_backend as ours
+from crossframe.layout import FlatLayout
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.verdict import Verdict, compare
 from tests.on_torch.recorder.test_further_parallelism import Gated
 from tests.on_torch.recorder.test_further_parallelism import Net as GatedNet
 from tests.on_torch.recorder.test_parallelism import FINE, LENGTH, SAMPLES, WORDS, Net, divide
-from torch_backend.recorder import Recorder
+from torch_backend.recorder import Recorder, _model_view, _sharding_libraries
 
 PACKAGES: dict[str, Any] = {"ours": ours, "torch": theirs}
 Meshes = dict[str, DeviceMesh]
@@ -186,3 +190,38 @@ def test_weights_divided_without_dtensors_are_recorded_under_fsdp(ranks, tmp_pat
         assert compare(one, other).verdict in FINE, (kind, compare(one, other))
         assert other.manifest.params["blocks.0.up.weight"].shape == one.manifest.params["blocks.0.up.weight"].shape
         assert activations(other) == activations(one) and other.manifest.world_size == 2
+
+
+def other_layout(rank: int, world_size: int, directory: str, kind: str) -> None:
+    """Shards of which rank 1 says that they lie elsewhere than the recorder expects."""
+    torch_fsdp1, torch_fsdp2 = _sharding_libraries.torch_fsdp1, _sharding_libraries.torch_fsdp2
+
+    def moved(*args: Any) -> Any:
+        engine = (torch_fsdp1 if kind == "FSDP1" else torch_fsdp2)(*args)
+        root = engine.buckets[0]
+        if kind == "FSDP1":
+            (start, stop), *ranges = root.ranges or ()
+            changed: dict[str, Any] = {"ranges": [(start, stop + rank), *ranges]}
+        else:
+            changed = {"layout": FlatLayout(root.layout.params, world_size, keep_original=True)}
+        return replace(engine, buckets=[replace(root, **changed), *engine.buckets[1:]])
+
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("all",))
+    if kind == "FSDP1":
+        options: dict[str, Any] = {"device_mesh": mesh, "use_orig_params": True, "device_id": torch.device("cpu")}
+        model: Any = theirs.FullyShardedDataParallel(made(), **options)
+    else:
+        model = theirs.fully_shard(made(), mesh=mesh)
+    with mock.patch.multiple(_model_view, torch_fsdp1=moved, torch_fsdp2=moved), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Recorder: not recorded: embed.weight: the elements on each rank")
+        train(model, directory, (rank, world_size))
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("FSDP1", {"embed.weight"}), ("FSDP2", set())])
+def test_an_unknown_layout_costs_no_more_than_its_parameters(ranks, recordings, tmp_path, kind, lost):
+    ranks.run(2, partial(other_layout, kind=kind), str(tmp_path / "two"))
+    one, two = recordings["one"], Recording.open(tmp_path / "two")
+    assert one.manifest.params.keys() - two.manifest.params.keys() == lost
+    found = compare(one, two)
+    assert found.verdict in FINE, found
+    assert any("embed.weight, which two did not record" in note for note in found.notes) == bool(lost), found.notes
