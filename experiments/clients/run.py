@@ -46,7 +46,7 @@ class Pair:
 
     Attributes:
         a, b: the runs; `a` has the perturbed runs.
-        expected: any of these verdicts is right.
+        expected: any of these verdicts is right; "bug" where the client itself computes something else in one of them.
     """
 
     a: Run
@@ -203,7 +203,7 @@ def _judged_pair(pair: Pair, said: Mapping[str, Any]) -> dict[str, Any]:
         "expected": " or ".join(pair.expected),
         "said": _said(said),
         "right": said["verdict"] in pair.expected,
-        "false_alarm": said["verdict"] == "bug" or said["exit_status"] == 1,
+        "false_alarm": "bug" not in pair.expected and (said["verdict"] == "bug" or said["exit_status"] == 1),
     }
 
 

@@ -1,6 +1,6 @@
 """Trains a tiny GPT-2 with levanter's Trainer on random tokens, with parameters and batch divided over all devices.
 
-python train.py [--sharding fsdp|replicated] [--microbatch 2] [--policy mixed] [--mistake]
+python train.py [--sharding fsdp|replicated] [--microbatch 2] [--policy mixed] [--no-padding] [--mistake]
 """
 
 import argparse
@@ -29,6 +29,7 @@ parser.add_argument(
     "--microbatch", type=int, default=-1, help="Samples of a device and microbatch. -1: one microbatch."
 )
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--no-padding", dest="padding", action="store_false", help="All texts have one length.")
 parser.add_argument("--mistake", action="store_true", help="Leave padding in the loss: ignore_id is not stated.")
 options = parser.parse_args()
 
@@ -41,7 +42,9 @@ def texts(pos: hax.Axis) -> list[LmExample]:
     found = []
     for _ in range(options.steps * options.batch):
         tokens = random.integers(1, VOCABULARY, size=LENGTH, dtype=np.int32)
-        tokens[random.integers(LENGTH // 2, LENGTH + 1) :] = PADDING
+        length = random.integers(LENGTH // 2, LENGTH + 1)
+        if options.padding:
+            tokens[length:] = PADDING
         ignored = None if options.mistake else PADDING
         found.append(LmExample.causal(hax.named(tokens, pos), ignore_id=ignored))
     return found
