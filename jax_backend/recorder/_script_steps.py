@@ -8,7 +8,6 @@ sum was right at all earlier steps; or unknown, which is printed. What the scrip
 having been seen.
 """
 
-import operator
 import sys
 import weakref
 from collections import OrderedDict
@@ -299,13 +298,14 @@ class Steps:
             )
         )
         microbatches = [_microbatches(each.tap, each.batch) for each in gradients]
-        if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            for tap, parts in zip((each.tap for each in gradients), microbatches, strict=True):
-                for interior in _interiors(tap, parts, values, grid, update.about[0]):
-                    self.recorder.add_interior(interior)
-        state = _state(update.values["state"])
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         each = {tuple(map(id, part)): part for parts in microbatches for part in parts}
+        cut = _Cut.of([part for part in each.values() if part], sum(map(len, microbatches)), grid)
+        if self.recorder.is_dense() and (values := _arrays(before)) is not None:
+            for tap, parts in zip((each.tap for each in gradients), microbatches, strict=True):
+                for interior in _interiors(tap, parts, values, grid, update.about[0], cut):
+                    self.recorder.add_interior(interior)
+        state = _state(update.values["state"])
         batches = list(batches_of(grid, list(each.values())).values())
         self.recorder.step(
             loss=step.loss if np.shape(step.loss) in ((), (grid.spec.world_size,)) else jnp.mean(step.loss),
@@ -450,32 +450,52 @@ def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
     return [[leaf[i] if leaf.shape[0] == number else leaf for leaf in batch] for i in range(number)]
 
 
-def _is_part(array: Any, batch: Sequence[Any], number: int) -> bool:
-    """Whether the rows of an array belong to one of so many parts of a batch."""
-    size, rows = (batch[0].shape[0] if batch else 0), (array.shape[0] if array.ndim else 0)
-    return bool(size and rows) and rows % size != 0 and rows * number % size == 0
+@dataclass(frozen=True)
+class _Cut:
+    """A batch that a step on several ranks cuts into parts itself, inside of the recorded function, which may give a rank other
+    samples than its batch has.
+
+    Attributes:
+        num_samples: of the batch.
+        num_parts: gradients, of one part each.
+    """
+
+    num_samples: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, batches: Sequence[Sequence[Any]], num_parts: int, grid: Grid) -> "_Cut | None":
+        """The batch of several gradients, if there is only one, and several ranks."""
+        if num_parts == 1 or len(batches) != 1 or grid.spec.world_size == 1:
+            return None
+        return cls(batches[0][0].shape[0], num_parts)
+
+    def has_part(self, array: Any) -> bool:
+        """Whether the rows of an array belong to a part."""
+        rows = array.shape[0] if array.ndim else 0
+        return rows > 0 and rows % self.num_samples != 0 and rows * self.num_parts % self.num_samples == 0
 
 
 def _interiors(
-    tap: Tap, microbatches: Sequence[Sequence[Any]], params: Any, grid: Grid, names: Sequence[str]
+    tap: Tap,
+    microbatches: Sequence[Sequence[Any]],
+    params: Any,
+    grid: Grid,
+    names: Sequence[str],
+    cut: _Cut | None,
 ) -> "list[ArrayInterior]":
-    """The interior of each microbatch of a gradient.
-
-    A step that cuts its batch itself, inside of the recorded function, may give a rank other samples than its batch has.
-    Activations of such parts are left out on several ranks.
-    """
+    """The interior of each microbatch of a gradient, without activations of the parts of a batch that is cut."""
     if len(tap.scans) > 1:
         return []
     paths, _, about = tap.about
-    found, number = [], len(microbatches)
-    cuts_itself = number > 1 and all(map(operator.is_, *microbatches[:2])) and grid.spec.world_size > 1
+    found = []
     for i, batch in enumerate(microbatches):
         values: dict[tuple[str, str], Any] = {}
         for (raw, use), value in zip(about, tap.values["inside"], strict=True):
             array = value.array
             if tap.scans:
                 array = array[:, i] if value.by_rank else array[i]
-            if cuts_itself and not value.by_rank and _is_part(array, batch, number):
+            if cut is not None and not value.by_rank and cut.has_part(array):
                 continue
             key = canonical_module(raw, paths, names), use
             values.setdefault(key, by_rank(Value(array, value.by_rank), batch, grid))
