@@ -15,7 +15,8 @@ _DTYPES = {
 }
 FLOATING = tuple(_DTYPES)
 TF32 = "tf32"
-"""The format to which accelerators round the factors of float32 products: 11 significant bits, as float16. Nothing is stored in it."""
+"""The format to which accelerators round the factors of float32 products: 11 significant bits, as float16. No array is stored in
+it."""
 
 
 def numpy_dtype(name: str) -> np.dtype:
