@@ -101,6 +101,14 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield opened(each)[0]
 
 
+def num_scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """The number of constants and of carried values of a scan, its first operands. JAX 0.11 stores them as two pytrees."""
+    if "ft_in" in params:
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
 def manual_axes(params: Mapping[str, Any]) -> Any:
     """The mesh axes of a shard_map; an empty set stands for all. The name of the parameter depends on JAX's version."""
     return next((params[name] for name in ("newly_manual_axes", "manual_axes") if name in params), frozenset())

@@ -22,7 +22,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from crossframe.operators import SourceLine
 from crossframe.operators.source import Frame, UserCode
 from crossframe.quoting import quote
-from jax_backend.programs._jaxpr import CALLS, CUSTOM_CALLS, Evaluation, bind, called, manual_axes, opened
+from jax_backend.programs._jaxpr import (
+    CALLS,
+    CUSTOM_CALLS,
+    Evaluation,
+    bind,
+    called,
+    manual_axes,
+    num_scan_operands,
+    opened,
+)
 
 _SAME_VALUES = frozenset(
     [
@@ -297,7 +306,7 @@ class Interpreter:
         return joined
 
     def _scan(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
-        num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+        (num_consts, num_carry), length = num_scan_operands(params), params["length"]
         consts, carry = list(operands[:num_consts]), list(operands[num_consts : num_consts + num_carry])
         stacked, collected = operands[num_consts + num_carry :], []
         for i in reversed(range(length)) if params["reverse"] else range(length):
@@ -311,7 +320,7 @@ class Interpreter:
         if params["reverse"]:
             collected.reverse()
         if not length:
-            shapes = [var.aval for var in params["jaxpr"].jaxpr.outvars[num_carry:]]
+            shapes = [var.aval for var in opened(params["jaxpr"])[0].outvars[num_carry:]]
             return [*carry, *(Value((jnp.zeros((0, *s.shape), s.dtype),) * place.num_ranks) for s in shapes)]
         stacks = []
         for rows in zip(*collected, strict=True):

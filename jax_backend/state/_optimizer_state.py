@@ -144,6 +144,9 @@ class StateLeaves:
     def _whole(self, array: jax.Array, shape: tuple[int, ...]) -> np.ndarray:
         if not array.is_fully_addressable and not array.is_fully_replicated:
             array = jax.jit(lambda each: each, out_shardings=NamedSharding(self._mesh, P()))(array)
+        # An array caches its values as numpy has them, which on CPU are its own memory: JAX 0.11 does not donate it any more.
+        if array.is_fully_replicated:
+            array = array.addressable_data(0)
         return shrunk(np.asarray(array), shape)
 
     def read_values(self, saved: Saved) -> dict[str, np.ndarray]:

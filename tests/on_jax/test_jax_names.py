@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jax_backend.engine._remat import keeps_activations
-from jax_backend.programs._jaxpr import CALLS, CUSTOM_CALLS, called, inner_jaxprs, manual_axes
+from jax_backend.engine._remat import ELEMENTWISE, LAYOUT_PRIMITIVES, keeps_activations
+from jax_backend.programs._jaxpr import CALLS, CUSTOM_CALLS, called, inner_jaxprs, manual_axes, num_scan_operands
 from jax_backend.programs._trace import _KINDS
-from tests.on_jax.helpers.small import mesh_of_size
 
 SOURCES = sorted((Path(__file__).parents[2] / "jax_backend").rglob("*.py"))
 NOT_PUBLIC = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
@@ -57,7 +57,15 @@ def custom(function):
 
 
 def on_ranks(function):
-    return jax.shard_map(function, mesh=mesh_of_size(2), in_specs=P("shard"), out_specs=P("shard"), check_vma=False)
+    # Without devices, of which a machine may have one.
+    mesh = AbstractMesh((2,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=P("shard"), out_specs=P("shard"), check_vma=False)
+
+
+def scanned(x):
+    """A scan with one constant and two carried values."""
+    start = x.sum()
+    return jax.lax.scan(lambda carry, y: ((carry[1], carry[0]), y * start), (0.0, 1.0), x)[1]
 
 
 JVP = jax.custom_jvp(jnp.sin)
@@ -67,11 +75,18 @@ CONSTRUCTS = {
     "checkpoint": (jax.checkpoint(jnp.sin), CALLS),
     "custom_jvp": (JVP, CUSTOM_CALLS),
     "custom_vjp": (custom(jnp.sin), CUSTOM_CALLS),
-    "scan": (lambda x: jax.lax.scan(lambda c, y: (c, y), 0.0, x)[1], {"scan"}),
+    "scan": (scanned, {"scan"}),
     "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), {"cond"}),
     "while": (lambda x: jax.lax.while_loop(lambda y: y[0] < 0, jnp.sin, x), {"while"}),
     "shard_map": (on_ranks(jnp.sin), {"shard_map"}),
 }
+PARAMS = {
+    "scan": {"jaxpr", "length", "reverse"},
+    "cond": {"branches"},
+    "while": {"cond_nconsts", "cond_jaxpr", "body_nconsts", "body_jaxpr"},
+    "shard_map": {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"},
+}
+"""The parameters of primitives that this backend reads by name."""
 
 
 @pytest.mark.parametrize("construct", CONSTRUCTS)
@@ -81,11 +96,29 @@ def test_walkers_know_the_primitive_and_its_jaxprs(construct):
     assert equation.primitive.name in known
     if equation.primitive.name in CALLS | CUSTOM_CALLS:
         assert called(equation.params) is not None
+    assert PARAMS.get(construct, set()) <= set(equation.params)
     if construct == "scan":
         assert equation.params["length"] == 4
+        assert num_scan_operands(equation.params) == (1, 2)
     if construct == "shard_map":
-        assert {"mesh", "in_specs", "out_specs", "check_vma"} <= set(equation.params)
         assert set(manual_axes(equation.params)) <= {"shard"}
+
+
+OPERATORS = {
+    "dot_general": (lambda x: x @ x, {"dimension_numbers", "precision"}),
+    "reduce_precision": (lambda x: jax.lax.reduce_precision(x, 8, 7), {"exponent_bits", "mantissa_bits"}),
+    "sharding_constraint": (
+        lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+        {"sharding"},
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_have_the_params(operator):
+    function, params = OPERATORS[operator]
+    (equation,) = jax.make_jaxpr(function)(jnp.ones(4)).jaxpr.eqns
+    assert equation.primitive.name == operator and params <= set(equation.params)
 
 
 COLLECTIVES = {
@@ -110,3 +143,24 @@ def test_a_checkpoint_in_backward_says_so():
     backward = jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum())
     equations = jax.make_jaxpr(backward)(jnp.ones(2)).jaxpr.eqns
     assert any(each.params.get("differentiated") for each in equations)
+
+
+ACTIVATIONS = (
+    *("celu", "elu", "gelu", "hard_silu", "leaky_relu", "log_sigmoid", "mish", "relu6", "selu", "sigmoid", "silu"),
+    *("soft_sign", "softplus", "squareplus", "tanh"),
+)
+
+
+def operators(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = list(inner_jaxprs(equation))
+        if not inner:
+            yield equation.primitive.name
+        for each in inner:
+            yield from operators(each)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_loop_over_layers_saves_no_results_of_the_activation(name):
+    forward = jax.make_jaxpr(lambda x: jax.vjp(getattr(jax.nn, name), x))(jnp.ones(4)).jaxpr
+    assert set(operators(forward)) - ELEMENTWISE - LAYOUT_PRIMITIVES == set()

@@ -25,6 +25,7 @@ def work_of(fun: Callable[..., Any], *args: Any) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # before settrace: Python 3.12 sends no opcode events otherwise
     sys.settrace(trace)
     try:
         fun(*args)

@@ -207,6 +207,7 @@ CUT_INSIDE = """parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape
     loss, grads = jax.tree.map(lambda leaf: leaf / 2, sums)"""
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="cuts a batch over 2 devices")
 @pytest.mark.parametrize("adds", ["jax.tree.map", "optax.apply_updates"])
 def test_activations_of_a_batch_that_a_sharded_step_cuts_are_left_out(tmp_path, run, adds):
     cut = CUT_INSIDE

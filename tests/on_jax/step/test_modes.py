@@ -22,8 +22,16 @@ def compiled(mode, sharded, batch, loss=small_loss):
     return [event for event in events if event.unit != FOREIGN]
 
 
+MERGES_GATHERS = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
+"""Whether XLA merges the gathers of backward with those of forward."""
+
+
 @pytest.mark.parametrize(
-    ("mode", "sums", "again"), [("shard_map", {REDUCE_SCATTER: 3, ALL_REDUCE: 3}, 0), ("jit", {ALL_REDUCE: 6}, 2)]
+    ("mode", "sums", "again"),
+    [
+        ("shard_map", {REDUCE_SCATTER: 3, ALL_REDUCE: 3}, 0 if MERGES_GATHERS else 2),
+        ("jit", {ALL_REDUCE: 6}, 2),
+    ],
 )
 def test_collectives_of_plain_units(mode, sums, again):
     policy = PrecisionPolicy(reduce_dtype="bfloat16")

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_backend import remat, scan, shard, unshard, value_and_grad
-from jax_backend.programs._jaxpr import inner_jaxprs
+from jax_backend.programs._jaxpr import inner_jaxprs, num_scan_operands
 from tests.on_jax.helpers.small import ATOL, RTOL, mesh_of_size, small_batch
 from tests.on_jax.helpers.stacked import stacked_params
 
@@ -55,7 +55,7 @@ def num_saved(checkpoint):
                 yield from scans(inner)
 
     (first, *_) = scans(jax.make_jaxpr(step)(sharded, small_batch()).jaxpr)
-    return sum(var.aval.shape[-2:] == (6, 5) for var in first.outvars[first.params["num_carry"] :])
+    return sum(var.aval.shape[-2:] == (6, 5) for var in first.outvars[num_scan_operands(first.params)[1] :])
 
 
 def test_activations_are_computed_again_where_units_are_resharded():
