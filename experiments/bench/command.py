@@ -77,19 +77,20 @@ class Bench:
         title: of the report.
         where: what it is measured on, and when.
         note: how the figures are measured, for a report.
-        measure: yields the sections. With True, of tiny models, to see that all works; the figures mean nothing then.
+        measure: yields the sections, and lines that say how far it is. With True, of tiny models, to see that all works; the
+            figures mean nothing then.
     """
 
     title: str
     where: Callable[[], dict[str, Any]]
-    measure: Callable[[bool], Iterable[Section]]
+    measure: Callable[[bool], Iterable[Section | str]]
     note: str = _IN_TURNS
 
 
 def run_bench(
     console: Console, bench: Bench, *, output: Path | None, json_output: Path | None, quick: bool, strict: bool
 ) -> int:
-    """Measure, print tables and write them to files.
+    """Measure, print tables and write them to files, which have the sections so far after each of them.
 
     Args:
         output: a Markdown file for the figures.
@@ -108,15 +109,19 @@ def run_bench(
             section = next(sections, None)
         if section is None:
             break
+        if isinstance(section, str):
+            console.print(section, highlight=False)
+            continue
         measured.append(section)
         _print_section(console, section)
+        if json_output is not None:
+            json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
+        if output is not None:
+            output.write_text(torch_markdown(where, measured, bench.title, bench.note))
     console.print(torch_machine_line(where), highlight=False)
-    if json_output is not None:
-        json_output.write_text(json.dumps(torch_report(where, measured, quick=quick), indent=2) + "\n")
-        console.print(f"figures: {json_output}", highlight=False)
-    if output is not None:
-        output.write_text(torch_markdown(where, measured, bench.title, bench.note))
-        console.print(f"figures: {output}", highlight=False)
+    for path in (json_output, output):
+        if path is not None:
+            console.print(f"figures: {path}", highlight=False)
     return 1 if strict and not all(section.ok for section in measured) else 0
 
 
@@ -206,7 +211,7 @@ def scale_bench() -> Bench:
 def jax_bench() -> Bench:
     """`jax_backend` beside FSDP as JAX users write it by hand and beside a replicated model: time, compilation, memory."""
 
-    def measure(quick: bool) -> Sequence[Section]:
+    def measure(quick: bool) -> Iterator[Section | str]:
         from experiments.bench.jax_step import FULL, QUICK, jax_sections
 
         return jax_sections(QUICK if quick else FULL)

@@ -3,19 +3,23 @@
 import functools
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from crossframe.processes import end_with_parent, starting
 from experiments.bench.figure import TIMES, Figure, Section, median_figure
-from experiments.bench.timing import alternate, ratios
+from experiments.bench.timing import Times, alternate, ratios
+from experiments.models import define_gpt
 from experiments.models.gpt import GPTConfig
 
 BY_HAND, REPLICATED = "NamedSharding", "replicated"
 OURS = ("our shard_map", "our jit")
 OURS_SCANNED = ("our shard_map, scan", "our jit, scan")
 SCANNED_BY_HAND = "NamedSharding, scan"
+CONTESTANTS = (REPLICATED, BY_HAND, SCANNED_BY_HAND, *OURS, *OURS_SCANNED)
+COUNTERPARTS = dict.fromkeys(OURS, BY_HAND) | dict.fromkeys(OURS_SCANNED, SCANNED_BY_HAND)
+"""The hand-written program in the same form as each of ours."""
 STEP_LIMIT, COMPILE_LIMIT, MEMORY_LIMIT = 1.0, 1.0, 1.0
 LEARNING_RATE = 3e-4
 
@@ -31,6 +35,7 @@ class JaxSizes:
         worlds: numbers of devices.
         depth_gpt: of the model whose number of blocks grows.
         depths: its numbers of blocks.
+        compile_limit: seconds after which the compilation of a program is given up.
     """
 
     gpt: GPTConfig
@@ -39,6 +44,22 @@ class JaxSizes:
     worlds: tuple[int, ...]
     depth_gpt: GPTConfig
     depths: tuple[int, ...]
+    compile_limit: float = 600
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled step.
+
+    Attributes:
+        seconds: to trace, lower and compile it.
+        num_bytes: that a device holds while it runs, as XLA counts them.
+        temporary_bytes: those of temporaries.
+    """
+
+    seconds: float
+    num_bytes: int
+    temporary_bytes: int
 
 
 # 20 million parameters, as in the benchmark of the torch backend.
@@ -60,100 +81,126 @@ QUICK = JaxSizes(
 )
 
 
-def jax_sections(sizes: JaxSizes) -> list[Section]:
-    """Measure each world in a process of its own, since JAX makes its devices once; then depth."""
-    worlds = [_in_process(_measure_world, world, sizes) for world in sizes.worlds]
-    growth = _in_process(_measure_depth, sizes)
-    words = growth["words"]
+def jax_sections(sizes: JaxSizes) -> Iterator[Section | str]:
+    """Measure each world in a process of its own, since JAX makes its devices once, then depth; lines say how far it is."""
     how = (
-        f"GPT of {words['numel'] / 1e6:.1f} million parameters in float32, {sizes.batch} samples of {sizes.gpt.context} tokens a "
-        f"device, AdamW of optax, donated; {words['devices']}. {BY_HAND}: parameters cut on their first dim by NamedSharding "
-        "where the devices divide it, jit, as JAX's documents show; ours: a unit a block, per_param, resharded after forward."
+        f"GPT of {define_gpt('measured', sizes.gpt).numel / 1e6:.1f} million parameters in float32, {sizes.batch} samples of "
+        f"{sizes.gpt.context} tokens a device, AdamW of optax, donated. {BY_HAND}: parameters cut on their first dim by "
+        "NamedSharding where the devices divide it, jit, as JAX's documents show; ours: a unit a block, per_param, resharded "
+        "after forward."
     )
-    return [
-        Section("Time of a step", f"{how} {sizes.rounds} rounds.", _step_figures(sizes, worlds)),
-        Section(
-            "Time to compile", f"{how} Tracing, lowering and compiling, once each.", _compile_figures(sizes, worlds)
-        ),
-        Section(
-            "Memory of the compiled step",
+    for world in sizes.worlds:
+        yield from _world_sections(world, sizes, how)
+    yield from _depth_section(sizes)
+
+
+def _world_sections(world: int, sizes: JaxSizes, how: str) -> Iterator[Section | str]:
+    found: dict[str, Compiled] = {}
+    on, missing = f", {world} devices", ""
+    with _Process() as process:
+        for name in CONTESTANTS:
+            compiled = process.run(_compile_for_steps, name, world, sizes, limit=sizes.compile_limit)
+            if compiled is None:
+                missing = (
+                    f"{name} was not compiled within {sizes.compile_limit:g} s; it and what follows it are left out."
+                )
+                yield missing
+                break
+            found[name] = compiled
+            yield f"{world} devices: {name}: compiled in {compiled.seconds:.1f} s, {compiled.num_bytes / 1e6:.0f} MB"
+        yield Section(
+            f"Time to compile{on}",
+            f"{how} Tracing, lowering and compiling, once each. {missing}".strip(),
+            _compile_figures(found),
+        )
+        yield Section(
+            f"Memory of the compiled step{on}",
             f"{how} What XLA says that a device holds: arguments, results and temporaries, without those that share memory. "
             "Ours without a loop on CPU devices with late_gathers=True, since XLA's CPU compiler would gather all units at once; "
-            "timed without.",
-            _memory_figures(sizes, worlds),
-        ),
-        Section("Depth", f"The same on 2 devices, width {sizes.depth_gpt.width}.", _depth_figures(sizes, growth)),
+            f"timed without. {missing}".strip(),
+            _memory_figures(found),
+        )
+        if missing:
+            yield Section(f"Time of a step{on}", how, skipped=missing)
+        else:
+            times = process.run(_measure_steps, sizes.rounds)
+            yield Section(f"Time of a step{on}", f"{how} {sizes.rounds} rounds.", _step_figures(times))
+
+
+def _step_figures(times: Times) -> tuple[Figure, ...]:
+    figures = [
+        median_figure(f"{name} to {peer}", ratios(times, name, peer), TIMES, STEP_LIMIT)
+        for name, peer in COUNTERPARTS.items()
     ]
-
-
-def _step_figures(sizes: JaxSizes, worlds: Sequence[Mapping[str, Any]]) -> tuple[Figure, ...]:
-    figures = []
-    for world, measured in zip(sizes.worlds, worlds, strict=True):
-        times = measured["wall"]
-        for name in (*OURS, *OURS_SCANNED):
-            peer = _counterpart(name)
-            figures.append(
-                median_figure(f"{world} devices: {name} to {peer}", ratios(times, name, peer), TIMES, STEP_LIMIT)
-            )
-        figures += [
-            median_figure(f"{world} devices: {name} to {REPLICATED}", ratios(times, name, REPLICATED), TIMES)
-            for name in OURS
-        ]
-        figures += [
-            median_figure(f"{world} devices: {name}", [1e3 * second for second in seconds], "ms")
-            for name, seconds in times.items()
-        ]
+    figures += [median_figure(f"{name} to {REPLICATED}", ratios(times, name, REPLICATED), TIMES) for name in OURS]
+    figures += [median_figure(name, [1e3 * second for second in seconds], "ms") for name, seconds in times.items()]
     return tuple(figures)
 
 
-def _counterpart(name: str) -> str:
-    """The hand-written program in the same form."""
-    return SCANNED_BY_HAND if name in OURS_SCANNED else BY_HAND
+def _compile_figures(found: Mapping[str, Compiled]) -> tuple[Figure, ...]:
+    figures = [
+        Figure(f"{name} to {peer}", found[name].seconds / found[peer].seconds, TIMES, COMPILE_LIMIT)
+        for name, peer in COUNTERPARTS.items()
+        if name in found
+    ]
+    return (*figures, *(Figure(name, each.seconds, "s") for name, each in found.items()))
 
 
-def _compile_figures(sizes: JaxSizes, worlds: Sequence[Mapping[str, Any]]) -> tuple[Figure, ...]:
+def _memory_figures(found: Mapping[str, Compiled]) -> tuple[Figure, ...]:
     figures = []
-    for world, measured in zip(sizes.worlds, worlds, strict=True):
-        seconds = measured["compile"]
-        for name in (*OURS, *OURS_SCANNED):
-            peer = _counterpart(name)
-            ratio = seconds[name] / seconds[peer]
-            figures.append(Figure(f"{world} devices: {name} to {peer}", ratio, TIMES, COMPILE_LIMIT))
-        figures += [Figure(f"{world} devices: {name}", taken, "s") for name, taken in seconds.items()]
+    for name in COUNTERPARTS:
+        if name in found:
+            peer = min((BY_HAND, SCANNED_BY_HAND), key=lambda each: found[each].num_bytes)
+            ratio = found[name].num_bytes / found[peer].num_bytes
+            figures.append(Figure(f"{name} to {peer}", ratio, TIMES, MEMORY_LIMIT))
+    for name, each in found.items():
+        figures.append(Figure(name, each.num_bytes / 1e6, "MB"))
+        figures.append(Figure(f"{name}, temporaries", each.temporary_bytes / 1e6, "MB"))
     return tuple(figures)
 
 
-def _memory_figures(sizes: JaxSizes, worlds: Sequence[Mapping[str, Any]]) -> tuple[Figure, ...]:
-    figures = []
-    for world, measured in zip(sizes.worlds, worlds, strict=True):
-        held = measured["bytes"]
-        peer = min((BY_HAND, SCANNED_BY_HAND), key=held.__getitem__)
-        for name in (*OURS, *OURS_SCANNED):
-            figures.append(Figure(f"{world} devices: {name} to {peer}", held[name] / held[peer], TIMES, MEMORY_LIMIT))
-        for name in held:
-            figures.append(Figure(f"{world} devices: {name}", held[name] / 1e6, "MB"))
-            figures.append(Figure(f"{world} devices: {name}, temporaries", measured["temporaries"][name] / 1e6, "MB"))
-    return tuple(figures)
+def _depth_section(sizes: JaxSizes) -> Iterator[Section | str]:
+    figures, slow = [], []
+    for name in (*OURS_SCANNED, BY_HAND):
+        for depth in sizes.depths:
+            with _Process() as process:
+                seconds = process.run(_compile_depth, name, depth, sizes, limit=sizes.compile_limit)
+            if seconds is None:
+                slow.append(f"{name} of {depth} blocks was not compiled within {sizes.compile_limit:g} s.")
+                yield slow[-1]
+            else:
+                figures.append(Figure(f"to compile {depth} blocks: {name}", seconds, "s"))
+                yield f"{depth} blocks: {name}: compiled in {seconds:.1f} s"
+    how = " ".join([f"The same on 2 devices, width {sizes.depth_gpt.width}.", *slow])
+    yield Section("Depth", how, tuple(figures))
 
 
-def _depth_figures(sizes: JaxSizes, growth: Mapping[str, Any]) -> tuple[Figure, ...]:
-    return tuple(
-        Figure(f"to compile {depth} blocks: {name}", growth["compile"][name][str(depth)], "s")
-        for name in growth["compile"]
-        for depth in sizes.depths
-    )
+class _Process:
+    """A process that does one thing after another, and ends with the `with` statement."""
 
+    def __enter__(self) -> "_Process":
+        with starting():
+            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=end_with_parent)
+        return self
 
-def _in_process(work: Callable[..., Any], *args: Any) -> Any:
-    with starting():
-        pool = multiprocessing.get_context("spawn").Pool(1, initializer=end_with_parent)
-    with pool:
-        return pool.apply(work, args)
+    def __exit__(self, *_: object) -> None:
+        self._pool.terminate()
+
+    def run(self, work: Callable[..., Any], *args: Any, limit: float | None = None) -> Any:
+        """What `work` returns; None if it takes longer than `limit` seconds."""
+        try:
+            return self._pool.apply_async(work, args).get(limit)
+        except multiprocessing.TimeoutError:
+            return None
 
 
 # In a process of its own
 
+_STEPS: dict[str, Callable[[], object]] = {}
+"""The compiled steps of this process."""
 
+
+@functools.cache
 def devices_of(number: int) -> Any:
     """GPUs if there are as many, else devices on the CPU. Called before JAX is first used."""
     import jax
@@ -165,42 +212,31 @@ def devices_of(number: int) -> Any:
     return (gpus if len(gpus) >= number else jax.devices("cpu"))[:number]
 
 
-def _measure_world(world: int, sizes: JaxSizes) -> dict[str, Any]:
+def _compile_for_steps(name: str, world: int, sizes: JaxSizes) -> Compiled:
     devices = devices_of(world)
-    steps, seconds, held, temporaries = {}, {}, {}, {}
-    for name in (REPLICATED, BY_HAND, SCANNED_BY_HAND, *OURS, *OURS_SCANNED):
-        contestant = _contestant(name, sizes.gpt, sizes.batch, devices)
-        compiled, seconds[name] = _compiled(contestant)
-        measured = compiled
-        if name in OURS and devices[0].platform == "cpu":  # a loop gathers layer by layer without it
-            measured, _ = _compiled(_contestant(name, sizes.gpt, sizes.batch, devices, late_gathers=True))
-        memory = measured.memory_analysis()
-        temporaries[name] = memory.temp_size_in_bytes
-        held[name] = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
-        steps[name] = _stepping(compiled, contestant)
-    wall = alternate(steps, sizes.rounds)["wall"]
-    return {"wall": wall, "compile": seconds, "bytes": held, "temporaries": temporaries}
+    contestant = _contestant(name, sizes.gpt, sizes.batch, devices)
+    program, seconds = _compiled(contestant)
+    _STEPS[name], measured = _stepping(program, contestant), program
+    if name in OURS and devices[0].platform == "cpu":  # a loop gathers layer by layer without it
+        measured, _ = _compiled(_contestant(name, sizes.gpt, sizes.batch, devices, late_gathers=True))
+    memory = measured.memory_analysis()
+    num_bytes = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    return Compiled(seconds, num_bytes, memory.temp_size_in_bytes)
 
 
-def _measure_depth(sizes: JaxSizes) -> dict[str, Any]:
+def _measure_steps(rounds: int) -> Times:
+    return alternate(_STEPS, rounds)["wall"]
+
+
+def _compile_depth(name: str, depth: int, sizes: JaxSizes) -> float:
     import dataclasses
 
-    from experiments.models import define_gpt
-
-    devices = devices_of(2)
-    seconds: dict[str, dict[str, float]] = {}
-    for name in (*OURS_SCANNED, BY_HAND):
-        for depth in sizes.depths:
-            config = dataclasses.replace(sizes.depth_gpt, num_blocks=depth)
-            seconds.setdefault(name, {})[str(depth)] = _compiled(_contestant(name, config, 1, devices))[1]
-    numel = define_gpt("measured", sizes.gpt).numel
-    kind = "GPUs" if devices[0].platform == "gpu" else "devices on the CPU"
-    return {"compile": seconds, "words": {"numel": numel, "devices": kind}}
+    return _compiled(_contestant(name, dataclasses.replace(sizes.depth_gpt, num_blocks=depth), 1, devices_of(2)))[1]
 
 
 @dataclass
@@ -239,7 +275,6 @@ def _contestant(name: str, config: GPTConfig, batch: int, devices: Any, *, late_
 
     import jax_backend
     from crossframe.mesh import MeshSpec
-    from experiments.models import define_gpt
     from experiments.models.load_flax import nnx_params
     from jax_backend.nnx import split
 

@@ -12,8 +12,8 @@ activation.
 JAX applies the policy also inside of a jax.checkpoint in the loss function, whose own policy then has no effect: all activations
 are saved. `remat` hides the recomputation from it in a custom_vjp; a loop over layers uses it to save less (`keeps_sums`).
 
-XLA decides in the end. Its CPU compiler drops the barrier that jax.checkpoint puts before backward and would merge each second
-gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
+XLA decides in the end. Up to JAX 0.11.0 its CPU compiler drops the barrier that jax.checkpoint puts before backward and merges
+each second gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
 """
 
 from collections.abc import Callable

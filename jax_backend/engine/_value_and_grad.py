@@ -74,8 +74,8 @@ def value_and_grad(
         gradient_divide_factor: divisor of gradients instead of the number of ranks (R27).
         reduces: False returns LocalGrads without any reduction (torch's no_sync, R15).
         local_grads: also return each rank's gradient before the reduction. Costs a full gradient on every rank.
-        late_gathers: for CPU devices only. XLA's CPU compiler gathers all units at the start of a step and merges the gathers of
-            backward with those of forward, so that `memory_analysis` of a compiled step shows more memory than an accelerator
+        late_gathers: for CPU devices only. XLA's CPU compiler gathers all units at once, and up to JAX 0.11.0 merges the gathers
+            of backward with those of forward, so that `memory_analysis` of a compiled step shows more memory than an accelerator
             needs. With True each gather is in a branch of a condition, where XLA leaves it, and the step is another program
             with the same results.
 
@@ -116,8 +116,8 @@ def step_of(
         raise UsageError(f"api: expected a crossframe Api, got {api!r}")
     if late_gathers and (platform := mesh.devices.flat[0].platform) != "cpu":
         raise UnsupportedError(
-            f"late_gathers: expected a mesh of CPU devices, got {platform!r}; leave it out, since other compilers do not merge "
-            "gathers"
+            f"late_gathers: expected a mesh of CPU devices, got {platform!r}; leave it out, since it is to measure "
+            "memory with XLA's CPU compiler"
         )
     placed_on = mesh if mode == "jit" else None
     reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces, placed_on)

@@ -1,14 +1,14 @@
 """A step's program in which a unit is gathered when it is first needed, to measure memory with XLA's CPU compiler.
 
 [Note: a gather waits for what needs it] A gather depends on shards alone, so XLA runs the gathers of all units at the start of
-the step, and all full parameters are in memory at once. Its CPU compiler also drops the barrier that jax.checkpoint puts before
-backward and merges the second gather of a unit with its first; and for a bias that is read late it keeps the whole line in
-addition to the matrices that were cut out of it. So a unit is gathered and cut in one branch of a condition, whose other branch
-is never taken. XLA does not know that, and neither merges nor looks inside. The condition depends on the other operand of the
-unit's first user: an activation in forward, a gradient in backward. Where XLA places the collectives, reductions are in such
-branches too, since it would otherwise join those of all units at the end of the step, and keep all full gradients until then.
-Other compilers respect the barrier, and on accelerators a condition would stop the queue. So this is an option,
-`value_and_grad(late_gathers=True)`, and without it every platform runs the same program.
+the step, and all full parameters are in memory at once. Up to JAX 0.11.0 its CPU compiler also drops the barrier that
+jax.checkpoint puts before backward and merges the second gather of a unit with its first; and for a bias that is read late it
+keeps the whole line in addition to the matrices that were cut out of it. So a unit is gathered and cut in one branch of a
+condition, whose other branch is never taken. XLA does not know that, and neither merges nor looks inside. The condition depends
+on the other operand of the unit's first user: an activation in forward, a gradient in backward. Where XLA places the
+collectives, reductions are in such branches too, since it would otherwise join those of all units at the end of the step, and
+keep all full gradients until then. Other compilers respect the barrier, and on accelerators a condition would stop the queue.
+So this is an option, `value_and_grad(late_gathers=True)`, and without it every platform runs the same program.
 """
 
 from collections.abc import Callable, Sequence

@@ -22,7 +22,7 @@ def compiled(mode, sharded, batch, loss=small_loss):
     return [event for event in events if event.unit != FOREIGN]
 
 
-MERGES_GATHERS = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
+MERGES_GATHERS = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11, 1)
 """Whether XLA merges the gathers of backward with those of forward."""
 
 
