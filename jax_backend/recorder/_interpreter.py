@@ -320,7 +320,7 @@ class Interpreter:
         if params["reverse"]:
             collected.reverse()
         if not length:
-            shapes = [var.aval for var in opened(params["jaxpr"])[0].outvars[num_carry:]]
+            shapes: list[Any] = [var.aval for var in opened(params["jaxpr"])[0].outvars[num_carry:]]
             return [*carry, *(Value((jnp.zeros((0, *s.shape), s.dtype),) * place.num_ranks) for s in shapes)]
         stacks = []
         for rows in zip(*collected, strict=True):
