@@ -2,9 +2,12 @@
 
 import functools
 import multiprocessing
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from crossframe.processes import end_with_parent, starting
@@ -20,6 +23,7 @@ SCANNED_BY_HAND = "NamedSharding, scan"
 CONTESTANTS = (REPLICATED, BY_HAND, SCANNED_BY_HAND, *OURS, *OURS_SCANNED)
 COUNTERPARTS = dict.fromkeys(OURS, BY_HAND) | dict.fromkeys(OURS_SCANNED, SCANNED_BY_HAND)
 """The hand-written program in the same form as each of ours."""
+SYNC, ASYNC = "save", "save with an AsyncSaver"
 STEP_LIMIT, COMPILE_LIMIT, MEMORY_LIMIT = 1.0, 1.0, 1.0
 LEARNING_RATE = 3e-4
 
@@ -92,6 +96,7 @@ def jax_sections(sizes: JaxSizes) -> Iterator[Section | str]:
     for world in sizes.worlds:
         yield from _world_sections(world, sizes, how)
     yield from _depth_section(sizes)
+    yield _save_section(sizes)
 
 
 def _world_sections(world: int, sizes: JaxSizes, how: str) -> Iterator[Section | str]:
@@ -175,6 +180,20 @@ def _depth_section(sizes: JaxSizes) -> Iterator[Section | str]:
     yield Section("Depth", how, tuple(figures))
 
 
+def _save_section(sizes: JaxSizes) -> Section:
+    with _Process() as process:
+        times = process.run(_measure_saves, sizes)
+    figures = [
+        median_figure(f"{ASYNC} to {SYNC}", ratios(times, ASYNC, SYNC), TIMES),
+        *(median_figure(name, [1e3 * second for second in times[name]], "ms") for name in (SYNC, ASYNC)),
+    ]
+    how = (
+        f"`save_checkpoint` of the parameters and AdamW's state of {OURS[0]} on {sizes.worlds[0]} devices, to the folder of "
+        f"temporary files: how long the call takes. {ASYNC} returns once the values are copied. {sizes.rounds} rounds."
+    )
+    return Section("Time that training waits for a checkpoint", how, tuple(figures))
+
+
 class _Process:
     """A process that does one thing after another, and ends with the `with` statement."""
 
@@ -237,6 +256,25 @@ def _compile_depth(name: str, depth: int, sizes: JaxSizes) -> float:
     import dataclasses
 
     return _compiled(_contestant(name, dataclasses.replace(sizes.depth_gpt, num_blocks=depth), 1, devices_of(2)))[1]
+
+
+def _measure_saves(sizes: JaxSizes) -> Times:
+    from crossframe.checkpoint import AsyncSaver
+    from jax_backend import save_checkpoint
+
+    made = _contestant(OURS[0], sizes.gpt, sizes.batch, devices_of(sizes.worlds[0]))
+    with tempfile.TemporaryDirectory() as folder, AsyncSaver() as saver:
+        path = Path(folder) / "checkpoint"
+
+        def ready() -> None:
+            saver.wait()
+            shutil.rmtree(path, ignore_errors=True)
+
+        saves = {
+            SYNC: lambda: save_checkpoint(path, made.params, made.state),
+            ASYNC: lambda: save_checkpoint(path, made.params, made.state, saver=saver),
+        }
+        return alternate(saves, sizes.rounds, ready, warm_up=1)["wall"]
 
 
 @dataclass

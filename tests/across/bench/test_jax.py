@@ -88,6 +88,7 @@ def test_a_step_in_jax_is_measured_and_written(tmp_path):
         "Memory of the compiled step, 2 devices",
         "Time of a step, 2 devices",
         "Depth",
+        "Time that training waits for a checkpoint",
     ]
     assert all(figure["value"] > 0 for section in sections for figure in section["figures"])
     assert readable.read_text().startswith("# jax_backend beside JAX")
