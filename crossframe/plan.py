@@ -116,7 +116,7 @@ def plan_units(
         buckets.setdefault(name, []).append(PlannedBucket(layout, policy.resolve(layout.dtype)))
     units = []
     for name, members in buckets.items():
-        settings = StepSettings.of_strategy(strategy)
+        settings = StepSettings.of_strategy(strategy, casts=any(member.precision.is_mixed for member in members))
         if name == "":
             settings = settings.as_root()
         if reshard_after_forward is not None:

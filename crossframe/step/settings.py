@@ -55,10 +55,17 @@ class StepSettings:
                 )
 
     @classmethod
-    def of_strategy(cls, strategy: Strategy, **settings: Any) -> "StepSettings":
-        """The settings of an FSDP1 sharding strategy (R13, R14, R15), with overrides."""
-        reshards = strategy.reshards_after_forward
-        return cls(reshard_after_forward=reshards, keep_root=True, keep_without_reduction=not reshards, **settings)
+    def of_strategy(cls, strategy: Strategy, *, casts: bool = False, **settings: Any) -> "StepSettings":
+        """The settings of an FSDP1 sharding strategy (R13, R14, R15), with overrides.
+
+        Args:
+            casts: whether full parameters are a copy of another dtype. Under NO_SHARD such copies, that of the root among them,
+                are freed wherever FULL_SHARD frees: making them again takes no all-gather.
+        """
+        copies = strategy is Strategy.NO_SHARD and casts
+        reshards = strategy.reshards_after_forward or copies
+        keeps = {"keep_root": not copies, "keep_without_reduction": not reshards}
+        return cls(reshard_after_forward=reshards, **keeps, **settings)
 
     def as_root(self) -> "StepSettings":
         """The settings if the unit is the root (R13)."""

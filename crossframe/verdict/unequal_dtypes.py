@@ -16,15 +16,15 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
 
 The limit is the sum: factor * s + sqrt(n) * s + u * norm(x), and R**1.5 * u * norm(x) for a reduction.
 
-If only products differ, such as those of TF32 from those of float32, all results are stored in one dtype, of unit roundoff v, and
-both factors of a product are rounded to u: by sqrt(2) * 0.29 units of u. Perturbed runs of the finer run move such a factor by
-0.82 units of v, and to first order the effect is proportional to that, so their spread is multiplied by
+If only products differ, such as those of TF32 from those of float32, all results are stored in one dtype, of unit roundoff v,
+and both factors of a product are rounded to u: by sqrt(2) * 0.29 units of u. Perturbed runs of the finer run move such a factor
+by 0.82 units of v, and to first order the effect is proportional to that, so their spread is multiplied by
 
     sqrt(2) * 0.29 u / (0.82 v)
 
-which is 4096 for TF32 in float32. Perturbed runs of the coarser run are not used: a move of a unit of v mostly vanishes when the
-factor is rounded, and now and then moves it by a whole unit of u. Directions are not tested, because no perturbed run shows the
-one that the rounding of weights has.
+which is 4096 for TF32 in float32. Perturbed runs of the coarser run are not used: a move of a unit of v mostly vanishes when
+the factor is rounded, and now and then moves it by a whole unit of u. Directions are not tested, because no perturbed run shows
+the one that the rounding of weights has.
 
 Casts of parameters have a direction, which does not vanish in an average over samples. The perturbed runs of the finer run
 measure it (`crossframe.verdict.direction`). Without them, only directions of functions whose input and output are recorded are

@@ -10,10 +10,9 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def cases() -> list[tuple[Case, Run, Run]]:
 
 
 def run_devices(only: Sequence[str], jobs: int, output: Path | None, keep: Path | None, console: Console) -> int:
-    """Record all runs, `jobs` side by side, then compare the pairs; returns the exit status.
+    """Record the runs, `jobs` side by side, and compare each pair once it is recorded; returns the exit status.
 
     Args:
         only: parts of names of cases. Empty: all.
@@ -125,19 +124,20 @@ def run_devices(only: Sequence[str], jobs: int, output: Path | None, keep: Path 
         firsts = {a for _, a, _ in chosen}
         runs = list(dict.fromkeys(run for _, a, b in chosen for run in (a, b)))
         paths = {run: folder / f"run-{i}" for i, run in enumerate(runs)}
-        with ThreadPoolExecutor(jobs) as pool:
-            why = dict(zip(runs, pool.map(lambda run: _recorded(run, paths[run], run in firsts), runs), strict=True))
-            judge = partial(_result, paths=paths, why=why)
-            results = []
-            for result in pool.map(judge, chosen):
-                results.append(result)
+        results = {}
+        with ThreadPoolExecutor(jobs) as recorders, ThreadPoolExecutor(jobs) as judges:
+            why = {run: recorders.submit(_recorded, run, paths[run], run in firsts) for run in runs}
+            found = {judges.submit(_result, each, paths, why): each[0].called for each in chosen}
+            for future in as_completed(found):
+                results[found[future]] = result = future.result()
                 console.print(_line(result), highlight=False, soft_wrap=True, markup=False)
-                _write(output or RESULTS, results)
+                done = [results[case.called] for case, _, _ in chosen if case.called in results]
+                _write(output or RESULTS, done)
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    console.print(summary(results), highlight=False)
-    return int(any(each["verdict"] == "failed" for each in results))
+    console.print(summary(done), highlight=False)
+    return int(any(each["verdict"] == "failed" for each in done))
 
 
 def _recorded(run: Run, path: Path, perturbed: bool) -> str:
@@ -149,11 +149,12 @@ def _recorded(run: Run, path: Path, perturbed: bool) -> str:
     return "" if said.returncode == 0 else f"exit status {said.returncode}: {(said.stdout + said.stderr)[-1500:]}"
 
 
-def _result(chosen: tuple[Case, Run, Run], *, paths: dict[Run, Path], why: dict[Run, str]) -> dict[str, Any]:
+def _result(chosen: tuple[Case, Run, Run], paths: dict[Run, Path], why: dict[Run, Future[str]]) -> dict[str, Any]:
+    """The answer on a case, once both of its runs are recorded."""
     case, a, b = chosen
     expected = {"verdicts": case.verdicts, "step": case.step, "places": case.places, "names": case.names}
     about = {"case": case.called, "a": " ".join(a.arguments), "b": " ".join(b.arguments), "mistake": bool(case.old)}
-    if failed := why[a] or why[b]:
+    if failed := why[a].result() or why[b].result():
         return {**about, "expected": expected, "verdict": "failed", "right": False, "located": False, "reason": failed}
     report = paths[b].parent / f"report-{paths[a].name}-{paths[b].name}"
     both = [str(paths[run] / "recording") for run in (a, b)]

@@ -57,6 +57,7 @@ def unit_options(
         Api.FSDP1,
         StepSettings.of_strategy(
             strategy.strategy,
+            casts=precision.param_dtype is not None,
             backward_prefetch=None if backward_prefetch is None else backward_prefetch.prefetch,
             forward_prefetch=forward_prefetch,
         ),

@@ -11,7 +11,7 @@ from crossframe.layout import Column, Layout
 from crossframe.unshard import shard_is_full
 from torch_backend.memory._offload import to_compute
 from torch_backend.memory._streams import Streams
-from torch_backend.ranks._collectives import Communicator, Work
+from torch_backend.ranks._collectives import Communicator, Done, Work
 
 
 class GatherBuffer:
@@ -82,13 +82,18 @@ class GatherBuffer:
         self._streams.before_gather()
         with self._streams.unsharding():
             shard = shard.detach()
+            if communicator.size == 1 and layout.contiguous:
+                self.full.untyped_storage().resize_(self._num_bytes)
+                self.full.copy_(shard)
+                self._work = self._streams.settle(Done())
+                return
             if (self._converts and shard.dtype != self.full.dtype) or shard.device != self.full.device:
                 shard = to_compute(shard, self.full)
             self._sent = shard
             if layout.contiguous:
                 self.full.untyped_storage().resize_(self._num_bytes)
                 gathered = self.full
-            elif communicator.size == 1:
+            elif communicator.size == 1:  # each parameter is copied out
                 self._landing, self._landed = shard, layout
                 return
             else:
