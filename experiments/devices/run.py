@@ -184,7 +184,7 @@ def _crossframe(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def _line(result: dict[str, Any]) -> str:
     mark = "right" if result["right"] else "WRONG"
-    where = f" {'there' if result['located'] else 'elsewhere'}: {result['place']}" if result["mistake"] else ""
+    where = f" {'there' if result['located'] else 'elsewhere'}: {result['place']}" if result.get("place") else ""
     return f"{mark} {result['verdict']:12} {result['case']}{where}"
 
 

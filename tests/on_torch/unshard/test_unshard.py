@@ -56,6 +56,28 @@ def test_R25_parameters_are_the_same_objects_and_arrays_of_them_outlive_a_summon
     assert all(ranks.run(3, _identities, options))
 
 
+def _copies_without_shards(rank, world_size):
+    precision = torch_backend.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(
+        build_net(),
+        sharding_strategy=torch_backend.ShardingStrategy.NO_SHARD,
+        auto_wrap_policy=torch_backend.ModuleWrapPolicy({Block}),
+        mixed_precision=precision,
+    )
+    loss = loss_of(model, 0, rank)
+    assert _storage_bytes(model) == [0] * 4
+    loss.backward()
+    assert _storage_bytes(model) == [0] * 4
+    with model.no_sync():
+        loss_of(model, 1, rank).backward()
+    assert _storage_bytes(model) == [0] * 4
+    return True
+
+
+def test_R14_copies_in_low_precision_are_freed_where_nothing_is_sharded(ranks):
+    assert all(ranks.run(2, _copies_without_shards))
+
+
 def _padding(rank, world_size, options):
     model = our_fsdp1(build_net(), **options)
     with FSDP.summon_full_params(model), torch.no_grad():
