@@ -173,6 +173,11 @@ class Pipeline:
             found += units
         return found
 
+    def of_first_stage(self, own: Any) -> Any:
+        """What the rank with the first stage has. Every rank calls it."""
+        every = self._ranks.gather_objects((self.is_first, own))
+        return next(each for is_first, each in every if is_first)
+
     def left_out(self, own: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Names of the parameters of all stages that are not recorded. Every rank calls it.
 

@@ -262,9 +262,8 @@ class Recorder(Listener):
             self._trace = self._stack.enter_context(OperatorTrace(self._models[0], self._request))
         if self._perturbed_run:
             with quietly():
-                for part in self._parts:
-                    part.view = view_of(part.model, self._stated, part.stage)
-                    move(part.view, self._perturbed_run)
+                for part in self._parts:  # which are looked at again once their inputs are known
+                    move(view_of(part.model, self._stated, part.stage), self._perturbed_run)
             self._stack.enter_context(OtherRounding(self._perturbed_run))
         if self._pipeline is not None:  # in forward, the stages wait for one another
             self.begins([])
@@ -454,7 +453,7 @@ class Recorder(Listener):
 
     def _begin(self, inputs: Sequence[Tensor]) -> None:
         for part in self._parts:
-            part.view = part.view or view_of(part.model, self._stated, part.stage, inputs)
+            part.view = view_of(part.model, self._stated, part.stage, inputs)
         copies = Copies()
         if self._pipeline is not None:
             copies = self._copies(self._pipeline)
@@ -471,6 +470,8 @@ class Recorder(Listener):
             )
         if manifest is None:
             manifest = manifest_of(described, self._models[0], self._optimizers, **self._options)
+            if self._pipeline is not None:
+                manifest = replace(manifest, learning_rate=self._pipeline.of_first_stage(manifest.learning_rate))
             manifest = created(self._path, manifest, first, overwrite=self._overwrite)
         elif manifest.units != described.units or manifest.mesh != first.mesh:
             raise UsageError("the layouts that the manifest has are not those of the model")

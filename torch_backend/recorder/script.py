@@ -30,6 +30,7 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.scripts import run_script
+from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._patched_functions import replaced
@@ -133,7 +134,7 @@ class ScriptRecorder:
         stages = stages_of(schedule)
         self._consider(
             *(stage.submod for stage in stages),
-            pipeline=stages[0].group,
+            pipeline=stages[0].group or default_process_group(),
             stages=[stage.stage_index for stage in stages],
         )
         if self._recorder is None:

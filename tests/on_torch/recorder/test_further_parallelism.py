@@ -18,6 +18,7 @@ from torch.nn import functional
 from crossframe.cli.record import record_script
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
+from crossframe.recording.event_format import UPDATE
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
 
@@ -151,7 +152,8 @@ def train(
     """
     schedule, after = options.pop("schedule", None), options.pop("after", None)
     parts = model if isinstance(model, list) else [model]
-    optimizer = torch.optim.AdamW([param for part in parts for param in part.parameters()], 1e-2, foreach=False)
+    every = [param for part in parts for param in part.parameters()]
+    optimizer = torch.optim.AdamW(every, options.pop("rate", 1e-2), foreach=False)
     options = {"name": "net", "every": 1, "dense": 1, "units": (Block, Gated)} | options
     with Recorder(directory, model=model, optimizer=optimizer, **options) as recorder:
         for step in range(2):
@@ -240,8 +242,12 @@ def test_tied_weights_of_two_stages_are_recorded_once_and_compared(ranks, tmp_pa
     assert found.verdict is Verdict.BUG and "mesh axis 'pp', rank 1 differ" in found.reason, found
 
 
-def seeded_alike(rank: int, world_size: int, directory: str) -> None:
-    """Layers that begin with the same values, and are not tied."""
+def seeded_alike(rank: int, world_size: int, directory: str, *, rate: float = 1e-2) -> None:
+    """Layers that begin with the same values, and are not tied.
+
+    Args:
+        rate: the learning rate of the second stage.
+    """
 
     def block() -> Block:
         torch.manual_seed(0)
@@ -255,7 +261,8 @@ def seeded_alike(rank: int, world_size: int, directory: str) -> None:
         return train(part, directory, microbatches=SAMPLES)
     group = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).get_group()
     stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
-    return train(part, directory, pipeline=group, schedule=Schedule1F1B(stage, SAMPLES, loss_fn=loss_of))
+    schedule = Schedule1F1B(stage, SAMPLES, loss_fn=loss_of)
+    return train(part, directory, pipeline=group, schedule=schedule, rate=rate if rank else 1e-2)
 
 
 def test_layers_that_begin_alike_are_not_taken_for_tied(ranks, tmp_path):
@@ -264,6 +271,14 @@ def test_layers_that_begin_alike_are_not_taken_for_tied(ranks, tmp_path):
     one, stages = Recording.open(tmp_path / "one"), Recording.open(tmp_path / "stages")
     assert stages.manifest.params.keys() == one.manifest.params.keys()
     assert compare(one, stages).verdict in FINE, compare(one, stages)
+
+
+def test_a_stage_with_another_learning_rate_is_recorded_and_found(ranks, tmp_path):
+    ranks.run(1, seeded_alike, str(tmp_path / "one"))
+    ranks.run(2, partial(seeded_alike, rate=1e-3), str(tmp_path / "wrong"))
+    found = compare(Recording.open(tmp_path / "one"), Recording.open(tmp_path / "wrong"))
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
+    assert found.first_divergence.phase == UPDATE, found.first_divergence
 
 
 def sequential(rank: int, world_size: int, directory: str, *, damped: bool = False) -> None:
@@ -358,13 +373,16 @@ def test_weights_divided_without_dtensors_are_recorded_in_full(ranks, tmp_path, 
     assert found.verdict is Verdict.BUG and "mesh axis 'tp', rank 1 differ" in found.reason, found
 
 
-def without_group(rank: int, world_size: int, directory: str, *, mark: bool, wrong: str = "") -> list[str]:
+def without_group(
+    rank: int, world_size: int, directory: str, *, mark: bool, wrong: str = "", perturbed_run: int = 0
+) -> list[str]:
     """Data-parallel ranks next to tensor-parallel ones, whose group the recorder is not told; returns the warnings."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model: Any = Net({str(i): Gated(mesh["tp"].get_group(), mark) for i in range(2)}).double()
     norm = model.blocks["1"].norm.weight
     options: dict[str, Any] = {} if mark else {"partition": {"*.up.weight": 0, "*.down.weight": 1}}
+    options["perturbed_run"] = perturbed_run
     if wrong and mesh[wrong].get_local_rank():
         options["after"] = lambda: norm.grad.mul_(1.25)
     with warnings.catch_warnings(record=True) as caught:
@@ -387,6 +405,13 @@ def test_weights_divided_over_unknown_ranks_are_left_out_and_the_rest_is_compare
     comparison = compare(one, right)
     assert comparison.verdict in FINE, comparison
     assert any("blocks.0.up.weight" in note and "not compared" in note for note in comparison.notes), comparison.notes
+
+
+def test_perturbed_runs_have_the_ranks_of_the_run(ranks, tmp_path):
+    for number in (0, 1):
+        ranks.run(4, partial(without_group, mark=True, perturbed_run=number), str(tmp_path / "run"))
+    found = Recording.open(tmp_path / "run")
+    assert [each.manifest.mesh for each in found.perturbed_runs()] == [found.manifest.mesh]
 
 
 def test_ranks_that_disagree_are_found_where_divided_weights_are_left_out(ranks, tmp_path):
@@ -474,7 +499,7 @@ if "divided" in sys.argv:
 if kind == "stages":
     numbers = rank, rank + 2
     parts = [made(number, BLOCKS) for number in numbers]
-    of = lambda part, number: PipelineStage(part, number, BLOCKS, torch.device("cpu"), group=group)
+    of = lambda part, number: PipelineStage(part, number, BLOCKS, torch.device("cpu"))  # of all ranks
     schedule = ScheduleInterleaved1F1B([*map(of, parts, numbers)], SAMPLES, loss_fn=loss_of)
 elif kind == "context":
     for block in parts[0].blocks.values():
