@@ -6,7 +6,7 @@ which this is at most `RATE`. A falling loss makes it less likely. A spike of fe
 least 6. Two more conditions exclude what is significant but does not matter:
 
 - The last losses are at least twice as far above the median of the others as the largest of these: a drift is no jump.
-- They undo at least `MIN_LOST_SHARE` of what training has gained since its start.
+- They undo at least `MIN_LOST_SHARE` of the progress since the start of training.
 
 The k others are the losses before the last m, at most `MAX_EARLIER_LOSSES`, or the first ones of the run: a loss that stays above
 the level of the untrained model has diverged, however slowly.

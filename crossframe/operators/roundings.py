@@ -21,10 +21,13 @@ float32. A function of several operators, such as a compiled graph, is perturbed
 unit roundoff of the dtype.
 """
 
+from crossframe import dtypes
+from crossframe.dtypes import unit_roundoff
+
 ARITHMETIC, OTHERS = 4, 64
 """Roundings of inputs."""
 RESULT = 4
 """Roundings of the result."""
 DRAWS, SIGNIFICANT = 2, 4.0
-TF32 = 2.0**-11
-"""The unit roundoff of the inputs of matrix products on accelerators that truncate them to ten bits."""
+TF32 = unit_roundoff(dtypes.TF32)
+"""The unit roundoff of the factors of matrix products on accelerators that round them to TF32."""

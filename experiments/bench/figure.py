@@ -1,4 +1,4 @@
-"""A figure of a benchmark: the median and quartiles of what was measured, shown in a line with its limit."""
+"""A figure of a benchmark: the median and quartiles of its measurements, shown in a line with its limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -18,8 +18,8 @@ def devices(
         list[str] | None, typer.Option(help="Only cases with this in their name. May be repeated. Default: all")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Recordings made side by side.", min=1, max=64)] = 1,
-    output: Annotated[Path | None, typer.Option(help="JSON file. Default: results/first.json")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder in which recordings stay. Default: none")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file. Default: runs/devices.json")] = None,
+    keep: Annotated[Path | None, typer.Option(help="New folder in which recordings stay. Default: none")] = None,
 ) -> None:
     """Compare runs of one training on a CPU and a GPU, with other kernels and dtypes, and with mistakes."""
     from experiments.devices.run import run_devices

@@ -24,7 +24,7 @@ from crossframe.errors import UsageError
 from experiments.untouched.run import place_of, said_in
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "first.json"
+RESULTS = Path("runs/devices.json")
 HARMLESS = ("equal", "rounding")
 PERTURBED, DENSE = 4, 2
 _TIMEOUT = 400
@@ -86,11 +86,7 @@ class Run:
 
 
 def cases() -> list[tuple[Case, Run, Run]]:
-    """All cases with their runs, harmless ones first.
-
-    Raises:
-        UsageError: a mistake that cannot be put into its script.
-    """
+    """All cases with their runs, harmless ones first."""
     table = tomllib.loads((HERE / "cases.toml").read_text())
     runs = {name: Run(name, script, tuple(arguments)) for name, (script, *arguments) in table["runs"].items()}
     found = [Case(**row, verdicts=list(HARMLESS)) for row in table["harmless"]]
@@ -109,11 +105,13 @@ def run_devices(only: Sequence[str], jobs: int, output: Path | None, keep: Path 
     Args:
         only: parts of names of cases. Empty: all.
         output: JSON file of the results, rewritten after each case.
-        keep: a folder in which recordings stay.
+        keep: a new folder, in which recordings stay.
 
     Raises:
-        UsageError: no case of these names can be run here.
+        UsageError: no case of these names can be run here; a folder that exists; a mistake that its script has no place for.
     """
+    if keep is not None and keep.exists():
+        raise UsageError(f"--keep: expected a new folder, {keep} exists; choose another one, or remove it")
     chosen = [each for each in cases() if not only or any(part in each[0].called for part in only)]
     if not torch.cuda.is_available():
         chosen = [(case, a, b) for case, a, b in chosen if not (a.needs_gpu or b.needs_gpu)]

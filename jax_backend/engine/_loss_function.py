@@ -48,7 +48,7 @@ class LossFunction:
     fn: Callable[..., Any]
 
     def __call__(self, params: Any, state: Any, batch: Any, rng: Any) -> LossOutput:
-        """Call it on one rank; without the state or the key that are None.
+        """Call it on one rank; a state or key of None is not passed.
 
         Raises:
             UsageError: a result of another form, a loss that is not a floating scalar, or a state that differs in structure,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-# Most of what commands print is tested in tests/across, by running them.
+# Most output of commands is tested in tests/across, by running them.
 PRINTED = ("crossframe/cli", "crossframe/report", "crossframe/explorer")
 REQUIRED = 0.95
 # By the clock, for tests that wait; the limits of each test are of the processor's time.
@@ -154,7 +154,7 @@ def _learn(suite: "Suite", probed: Path, kept: Path, jobs: int, *, quick: bool) 
 def _judged(
     faults: "Sequence[Mutant]", judge: "Callable[[Mutant], Callable[[], int]]", folder: Path, jobs: int
 ) -> "Iterator[tuple[Mutant, str, str]]":
-    """Each fault with SEEN or SURVIVED, and the output of what judged it."""
+    """Each fault with SEEN or SURVIVED, and the output of the tests that judged it."""
     for done, (fault, status, output) in enumerate(_in_forks(faults, judge, folder, jobs), 1):
         yield fault, SEEN if status else SURVIVED, output
         if sys.stderr.isatty() or done % 25 == 0:

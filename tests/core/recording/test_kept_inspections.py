@@ -76,7 +76,7 @@ TRAINED: dict[str, tuple[dict[str, Any], Faults]] = {
 RUN: dict[str, Any] = {"settings": {"optimizer": "SGD", "lr": 0.1}}
 REPLICAS: dict[str, Any] = RUN | {"world_size": 4, "replicate": 2}
 MEAN: dict[str, Any] = {"settings": {"optimizer": "SGD", "lr": 0.1, "losses": "mean"}}
-# A change of what a small run records, and its options.
+# Changes to the recording of a small run, with its options.
 TAMPERED: dict[str, tuple[Any, dict[str, Any]]] = {
     "initial value of a replica": (only("parameters", "embed", first_of(3.0), rank=2), REPLICAS),
     "gradient of a replica": (only("reduce", "embed", noisy(1e-3), rank=2), REPLICAS),

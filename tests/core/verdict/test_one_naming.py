@@ -196,7 +196,7 @@ def large(monkeypatch):
 
 
 def sketched(folder, made, *, params=lambda name, array: array, tamper=None):
-    """A recording in sketches with other names of what `synthetic.record` records."""
+    """A recording in sketches, under other names, of the run that `synthetic.record` writes."""
     source = synthetic.record(folder / "source", made, tamper=tamper)
     return translate(source, folder / "b", PATHS, params=params, modules=MODULES, detail="sketch")
 

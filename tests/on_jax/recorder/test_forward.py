@@ -143,7 +143,7 @@ def test_each_call_of_a_model_is_a_step_and_no_bit_changes(tmp_path, run, name):
     assert found.num_steps == 3 and found.manifest.settings["forward_only"] is True
     assert {module for _, module, _ in found.activations(1)} == MODULES[name.split("_")[0].replace("scan", "nnx")]
     assert not found.activations(2)
-    # The loss is that of what the model returned, which the recording has.
+    # The loss is that of the model's output, which the recording has.
     for step in (0, 1):
         output = found.activation(step, 0, 0, "", "output")
         assert found.losses()[step, 0] == pytest.approx(np.sqrt(np.mean(np.square(output))), rel=1e-6)

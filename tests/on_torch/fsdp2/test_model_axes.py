@@ -106,7 +106,7 @@ CASES = {
 def _step(net, model, rank, case):
     """A step of a stage, whose inputs and gradients are made up: data parallelism sends the same for any.
 
-    Returns (phase, bytes) of what a pipeline would send to other stages.
+    Returns (phase, bytes) of the messages that a pipeline would send to other stages.
     """
     mesh = case.mesh
     coordinate = mesh.coordinate(rank)
