@@ -31,6 +31,7 @@ from crossframe.verdict.evidence import (
 )
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.islands import island_at
+from crossframe.verdict.measure.aligned import in_place
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
     BATCH,
@@ -327,14 +328,22 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
     others = differing_batches(pair.a, pair.b)
     known = range(pair.num_steps if others is None else others.since)
     if (step := next((step for step in known if pair.reordered(step)), None)) is not None:
-        yield (
-            f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with other "
-            "arrays; activations are matched by sample"
-        )
+        if in_place(pair.a, pair.b, step):
+            yield f"from step {step} on, one model is called with further arrays next to the same samples"
+        else:
+            yield (
+                f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with "
+                "other arrays; activations are matched by sample"
+            )
     yield from recorded_on_one_side(pair, names, own=own and pair.a.manifest.framework == pair.b.manifest.framework)
     if texts := list(pair.of_other_shapes.values()):
         more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
         yield f"{texts[0]}{more}; these are not compared"
+    if pair.unmatched:
+        (module, use), why = next(iter(pair.unmatched.items()))
+        others = len(pair.unmatched) - 1
+        more = f" and of {others} more activation{'s' * (others > 1)}" if others else ""
+        yield f"the values of the {use} of {f'{module!r}' if module else 'the model'}{more} are not compared: {why}"
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

@@ -447,7 +447,7 @@ def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
     if len(tap.scans) != 1:
         return [batch]
     number = tap.scans[0].length
-    return [[leaf[i] if leaf.shape[0] == number else leaf for leaf in batch] for i in range(number)]
+    return [[leaf[i] if leaf.shape[:1] == (number,) else leaf for leaf in batch] for i in range(number)]
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,35 @@ def aligned(a: Recording, b: Recording, step: int) -> Iterator[tuple[At, int, np
                 yield at, rank, ours, np.stack(found)
 
 
+def in_place(a: Recording, b: Recording, step: int) -> bool:
+    """Whether the samples of each rank and microbatch are the same in the same order, next to arrays that only one model is
+    called with, so that whole activations correspond."""
+    microbatches = ({at[0] for at in recording.activations(step)} for recording in (a, b))
+    return _in_one_order(a, b, step) and len(set(map(frozenset, microbatches))) == 1
+
+
+def unmatched(a: Recording, b: Recording, step: int, at: At) -> str:
+    """Why an activation that both recorded could not be matched by sample, as a clause; "" if samples differ themselves."""
+    numbered, of_sample = _in_one_order(a, b, step), []
+    rows = [rows_of(recording, step, numbered=numbered) for recording in (a, b)]
+    if rows[0] is None or rows[1] is None:
+        return "sample ids are not known on all ranks, or do not divide into microbatches"
+    if rows[0].place.keys() != rows[1].place.keys():
+        return ""
+    for recording, fed in zip((a, b), rows, strict=True):
+        held = next(each for each in recording.activations(step) if each[1:] == at[1:])
+        for rank, ids in enumerate(fed.ids):
+            shape, samples = recording.activation_shape(step, rank, *held), len(ids[held[0]])
+            if shape[:1] != (samples,):
+                return f"its shape is {shape} for {samples} samples, which must be the first dim"
+            if recording.activation_sketch(step, rank, *held) is not None:
+                return "it is too large to be recorded whole, and a sketch cannot be divided into samples"
+            of_sample.append(shape[1:])
+    if len(different := sorted(set(of_sample))) > 1:
+        return f"its samples have the shapes {different}"
+    return "not all of its samples were recorded on both sides"
+
+
 def _in_one_order(a: Recording, b: Recording, step: int) -> bool:
     """Whether samples correspond by their order instead of by their ids, because these depend on arrays that only one model is
     called with. Requires the same order of all other arrays, and distinct samples."""

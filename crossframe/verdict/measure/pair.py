@@ -40,6 +40,7 @@ class Pair:
         measured: the sides whose perturbed runs measure rounding: the coarser one, or the finer one if only products differ.
         noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
+        unmatched: by (module, use), why an activation that both recorded could not be matched by sample, as a clause.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
@@ -64,6 +65,7 @@ class Pair:
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()
         self.of_other_shapes: dict[tuple[str, str], str] = {}
+        self.unmatched: dict[tuple[str, str], str] = {}
         self._known: dict[Hashable, Any] = {}
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:

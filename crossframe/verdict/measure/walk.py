@@ -29,7 +29,7 @@ from crossframe.recording.event_format import (
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from crossframe.verdict.measure.aligned import At, aligned, shared_activations
+from crossframe.verdict.measure.aligned import At, aligned, in_place, shared_activations, unmatched
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
@@ -66,8 +66,8 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
         if recorded and UNSHARDED in phases:
             yield from _unsharded(pair, step)
         if FORWARD in phases:
-            in_order = pair.same_world and not pair.reordered(step)
-            yield from (_activations if in_order else _aligned_activations)(pair, step)
+            whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
+            yield from (_activations if whole else _aligned_activations)(pair, step)
             yield _losses(pair, step)
         if recorded and BACKWARD in phases and pair.same_world:
             yield from _local_grads(pair, step)
@@ -263,6 +263,11 @@ def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
     for at, _, a, b in aligned(pair.a, pair.b, step):
         sides = match_values(Side(a), Side(b), by_sketch=pair.sketched)
         found.setdefault(at, []).append(_activation(pair, step, at, None, sides))
+    matched, theirs = {at[1:] for at in found}, {at[1:] for at in pair.b.activations(step)}
+    for at in pair.a.activations(step):
+        known = at[1:] not in theirs or at[1:] in matched or at[1:] in pair.unmatched
+        if not known and (why := unmatched(pair.a, pair.b, step, at)):
+            pair.unmatched[at[1:]] = why
     yield from found.values()
 
 

@@ -68,10 +68,40 @@ def test_rows_that_cannot_be_told_are_left_out(tmp_path):
     opened = [Recording.open(recording.directory) for recording in (a, b)]
     for pair in ((opened[0], b), (a, opened[1])):
         assert {at for at, *_ in aligned(*pair, 0)} == {(0, "block", "output"), (0, "", "output")}
+        shape, samples = ((1, 6, 4), 6) if pair[0] is not a else ((1, 3, 4), 3)
+        assert compare(*pair).notes[-1] == (
+            f"the values of the input of 'block' are not compared: its shape is {shape} for {samples} samples, which must be "
+            "the first dim"
+        )
     synthetic.edit_events(a.directory, '"sample_ids": [0, 1, 2, 3, 4, 5]', '"sample_ids": []')
     assert rows_of(Recording.open(a.directory), 0) is None
     found = compare(Recording.open(a.directory), b)
     assert found.verdict is Verdict.INCOMPARABLE and "has no sample ids" in found.reason
+
+
+def test_a_further_array_next_to_the_same_samples_leaves_activations_whole(tmp_path):
+    """Such as a mask that one script passes to its model, which the other one makes inside."""
+
+    def off(phase, step, rank, name, array):
+        return array + 1 if (phase, rank, name) == ("input", 1, "block") else array
+
+    a, same, other = run(tmp_path / "a", 2), run(tmp_path / "same", 2), run(tmp_path / "other", 2, tamper=off)
+    for recording in (a, same, other):
+        for rank, ids in enumerate(("[0, 2, 4]", "[1, 3, 5]")):
+            # What is no row of a sample, such as flattened tokens or a sketch, is compared too.
+            synthetic.edit_events(recording.directory, '"shape": [', '"shape": [1, ', rank=rank)
+            more = "" if recording is a else ", [3, 4]"
+            old = f'"sample_ids": {ids}'
+            synthetic.edit_events(recording.directory, old, f'{old}, "inputs": [[1, 2]{more}]', rank=rank)
+        if recording is not a:
+            digest = Recording.open(recording.directory).batch(0, 0).digest
+            synthetic.edit_events(recording.directory, digest, "0" * 64)
+    a, same, other = (Recording.open(each.directory) for each in (a, same, other))
+    found = compare(a, same)
+    assert found.verdict is Verdict.EQUAL and "further arrays next to the same samples" in found.notes[0]
+    assert len(found.notes) == 1
+    where = compare(a, other).first_divergence
+    assert where is not None and (where.event, where.module, where.rank) == ("input", "block", 1)
 
 
 def test_modules_that_see_the_other_samples_of_a_rank_make_another_world_incomparable(tmp_path):
