@@ -97,12 +97,12 @@ def in_place(a: Recording, b: Recording, step: int) -> bool:
 def unmatched(a: Recording, b: Recording, step: int, at: At) -> str:
     """Why an activation that both recorded could not be matched by sample, as a clause; "" if samples differ themselves."""
     numbered, of_sample = _in_one_order(a, b, step), []
-    rows = [rows_of(recording, step, numbered=numbered) for recording in (a, b)]
-    if rows[0] is None or rows[1] is None:
+    first, second = (rows_of(recording, step, numbered=numbered) for recording in (a, b))
+    if first is None or second is None:
         return "sample ids are not known on all ranks, or do not divide into microbatches"
-    if rows[0].place.keys() != rows[1].place.keys():
+    if first.place.keys() != second.place.keys():
         return ""
-    for recording, fed in zip((a, b), rows, strict=True):
+    for recording, fed in ((a, first), (b, second)):
         held = next(each for each in recording.activations(step) if each[1:] == at[1:])
         for rank, ids in enumerate(fed.ids):
             shape, samples = recording.activation_shape(step, rank, *held), len(ids[held[0]])
