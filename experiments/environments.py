@@ -53,11 +53,15 @@ def _install(python: str, requirements: Path, *options: str) -> None:
     checked([python, "-m", "pip", "install", "--quiet", "--no-deps", *options, "-r", str(requirements)])
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None, most: int = 2000
+) -> tuple[int, str]:
     """(exit status, the end of the output).
 
     Args:
         environment: variables next to those of this process and of ENVIRONMENT.
+        folder: in which it runs; None: that of this process.
+        most: characters of the output.
     """
     done = subprocess.run(
         command,
@@ -66,8 +70,9 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT,
+        cwd=folder,
     )
-    return done.returncode, done.stdout[-2000:]
+    return done.returncode, done.stdout[-most:]
 
 
 def checked(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -1,5 +1,5 @@
 """The research commands: parity, train, grid, faults, clean-pairs, goldens, history, kernels, parallelism, untouched, foreign,
-clients, devices, jax-scripts, spec, bench, teach, watching.
+clients, devices, jax-scripts, public-scripts, spec, bench, teach, watching.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -23,6 +23,7 @@ from experiments.cli import history as history_cli
 from experiments.cli import jax_scripts as jax_scripts_cli
 from experiments.cli import kernels as kernels_cli
 from experiments.cli import parallelism as parallelism_cli
+from experiments.cli import public_scripts as public_scripts_cli
 from experiments.cli import teach as teach_cli
 from experiments.cli import untouched as untouched_cli
 from experiments.cli import watching as watching_cli
@@ -45,6 +46,7 @@ clients_cli.add_commands(app)
 goldens_cli.add_commands(app)
 history_cli.add_commands(app)
 jax_scripts_cli.add_commands(app)
+public_scripts_cli.add_commands(app)
 kernels_cli.add_commands(app)
 parallelism_cli.add_commands(app)
 teach_cli.add_commands(app)

@@ -1,0 +1,1 @@
+"""Training scripts of public repositories, recorded as they are."""

@@ -1,0 +1,241 @@
+"""`python -m experiments public-scripts`: records training scripts of public repositories, twice and with a mistake.
+
+The first answer to each case is kept: later runs, with corrected code, add theirs next to it.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crossframe.errors import CrossframeError, UsageError
+from crossframe.recording.reader import Recording
+from experiments.environments import CODE, install_packages, run
+from experiments.untouched.run import place_of, said_in
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "public_scripts.json"
+_MOST = 1_000_000
+"""Characters of the output of a script."""
+_LOSS = re.compile(r"\bloss[\s=:]+(-?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
+
+Replacement = tuple[str, ...]
+"""(old, new) text of the script, or (file, old, new) of a file beside it or below the root of the repository."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An edit of a script, and where the first difference must be.
+
+    Attributes:
+        places: "phase/event name", shell patterns.
+    """
+
+    what: str
+    replace: tuple[Replacement, ...]
+    step: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of a public repository, and the expected answer of `crossframe record`.
+
+    Attributes:
+        repository: owner/name, of which there is a clone in the folder of repositories.
+        path: of the script in the repository; a notebook is run as the script that jupytext makes of it.
+        take: the folders of the repository that it needs; () for the folder of the script.
+        root: a folder of the repository to import from.
+        replace: makes it short, or seeds it.
+        before: a Python program that makes its data, run in its folder.
+        steps: that the recording must have; 0 if it must be refused.
+    """
+
+    name: str
+    repository: str
+    commit: str
+    path: str
+    steps: int = 0
+    options: str = ""
+    take: tuple[str, ...] = ()
+    root: str = ""
+    replace: tuple[Replacement, ...] = ()
+    before: str = ""
+    mistake: Mistake | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> str:
+        return f"recorded, {self.steps} steps" if self.steps else "refused"
+
+
+def scripts_of(path: Path = HERE / "cases.toml") -> list[Script]:
+    """All cases."""
+    found = []
+    for each in tomllib.loads(path.read_text())["scripts"]:
+        mistake = Mistake(**each.pop("mistake")) if "mistake" in each else None
+        found.append(Script(**each, mistake=mistake))
+    return found
+
+
+def run_public_scripts(
+    repositories: Path, only: Sequence[str], *, cache: Path, output: Path | None, console: Console, plain: bool = False
+) -> int:
+    """Run cases and write their results; returns the exit status, 0 if all answers are right.
+
+    Args:
+        repositories: a folder with a clone of each repository, called owner+name.
+        only: names of cases. Empty: all.
+        output: JSON of results, and beside it Markdown. Results of other cases that it has are kept.
+        plain: only run the scripts as they are, and show how they end.
+    """
+    scripts, target = scripts_of(), output or RESULTS
+    if unknown := set(only) - {each.name for each in scripts}:
+        raise UsageError(f"public-scripts: expected names of cases, got {sorted(unknown)}")
+    packages = install_packages("public-scripts", HERE / "requirements.txt", cache, console)
+    known = {each["case"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
+    right = True
+    for script in [each for each in scripts if not only or each.name in only]:
+        with tempfile.TemporaryDirectory(prefix="public-scripts-") as folder:
+            work = _Work(script, repositories, packages, Path(folder))
+            if plain:
+                status, printed = work.run("plain", script.replace)
+                console.print(f"{script.name}: {status}\n{printed[-600:]}", markup=False)
+                continue
+            found = judge(work)
+        row = {"case": script.name, "expected": script.expected, **found}
+        known[script.name] = {**row, "first": known.get(script.name, {}).get("first", found)}
+        console.print(f"{script.name}: {', '.join(found['wrong']) or 'right'}", markup=False)
+        right &= not found["wrong"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        rows = [known[each.name] for each in scripts if each.name in known]
+        target.write_text(json.dumps(rows, indent=1) + "\n")
+        target.with_suffix(".md").write_text(table_of(rows))
+    return int(not right)
+
+
+class _Work:
+    """A folder in which a script runs, with and without recording."""
+
+    def __init__(self, script: Script, repositories: Path, packages: Path, folder: Path) -> None:
+        self.script, self.repositories, self.packages, self.folder = script, repositories, packages, folder
+
+    def run(self, name: str, replace: Sequence[Replacement], *, recorded: bool = False) -> tuple[int, str]:
+        """(exit status, output) of the script with these replacements, in a copy of its own, recorded or not."""
+        script, root = self.script, self.folder / name / "repository"
+        self._extract(root)
+        path = root / script.path
+        if path.suffix == ".ipynb":
+            # A notebook has magics, which jupytext comments out, and cells, whose results are shown.
+            subprocess.run([sys.executable, "-m", "jupytext", "--quiet", "--to", "py:percent", path], check=True)
+            path = path.with_suffix(".py")
+        for *file, old, new in replace:
+            edited = root / file[0] if file else path
+            text = edited.read_text()
+            if old not in text:
+                raise UsageError(f"{script.name}: expected a text of {edited.name} to replace, got {old!r}")
+            edited.write_text(text.replace(old, new))
+        if script.before:
+            subprocess.run([sys.executable, "-c", script.before], cwd=path.parent, check=True)
+        parts = [CODE, self.packages, path.parent, *([root / script.root] if script.root else [])]
+        environment = {"PYTHONPATH": ":".join(map(str, parts)), "MPLBACKEND": "Agg", **script.environment}
+        command = [sys.executable, path.name]
+        if recorded:
+            to = ("--output", str(self.folder / f"runs_{name}"), "--every", "1", "--dense", "2", "--")
+            command = [sys.executable, "-m", "crossframe", "record", path.name, *to]
+        return run([*command, *script.options.split()], environment, path.parent, most=_MOST)
+
+    def _extract(self, root: Path) -> None:
+        script = self.script
+        clone = self.repositories / script.repository.replace("/", "+")
+        if not clone.is_dir():
+            raise UsageError(
+                f"public-scripts: expected a clone at {clone}: git clone https://github.com/{script.repository} {clone}"
+            )
+        paths = script.take or (str(Path(script.path).parent),)
+        packed = subprocess.run(["git", "-C", clone, "archive", script.commit, *paths], check=True, capture_output=True)
+        with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+            archive.extractall(root, filter="data")
+
+    def compare(self, a: str, b: str) -> dict[str, Any]:
+        """The verdict on two recordings."""
+        report, runs = self.folder / "report", [str(self.folder / f"runs_{name}") for name in (a, b)]
+        shutil.rmtree(report, ignore_errors=True)
+        status, said = run([sys.executable, "-m", "crossframe", "compare", *runs, "--output", str(report)])
+        return said_in(report, status, said, self.folder)
+
+
+def judge(work: _Work) -> dict[str, Any]:
+    """What was answered for one script, and what of it is not as expected."""
+    script, wrong = work.script, []
+    status, plain = work.run("plain", script.replace)
+    if status:
+        return _found("does not run", [f"the script itself ends with {status}"], plain)
+    status, printed = work.run("a", script.replace, recorded=True)
+    if status:
+        answer = "refused" if "crossframe: not recorded" in printed else "crashed"
+        if answer != script.expected:
+            wrong.append(f"{answer} instead of {script.expected}")
+        elif "Recorder" not in printed:
+            wrong.append("the message shows no lines to add")
+        return _found(answer, wrong, printed)
+    try:
+        steps = Recording.open(work.folder / "runs_a").num_steps
+    except CrossframeError as error:
+        return _found("recorded", [f"the recording cannot be read: {error}"])
+    answer = f"recorded, {steps} steps"
+    if answer != script.expected:
+        wrong.append(f"{answer} instead of {script.expected}")
+    if _LOSS.findall(printed) != _LOSS.findall(plain):
+        wrong.append("the script prints other losses than without recording")
+    if (failed := work.run("again", script.replace, recorded=True))[0]:
+        return _found(answer, [*wrong, "not recorded again"], failed[1])
+    again = work.compare("a", "again")
+    if again["verdict"] != "equal":
+        wrong.append(f"the same run again is {again['verdict']}, {place_of(again)}")
+    if script.mistake is None:
+        return _found(answer, wrong, again.get("reason", ""), again=again["verdict"])
+    status, printed = work.run("mistake", [*script.replace, *script.mistake.replace], recorded=True)
+    if status:
+        return _found(answer, [*wrong, "the mistake is not recorded"], printed, again=again["verdict"])
+    said = work.compare("a", "mistake")
+    place = place_of(said)
+    if said["verdict"] not in ("bug", "different computation"):
+        wrong.append(f"the mistake is {said['verdict']}, {place}")
+    elif not any(fnmatchcase(place, each) for each in script.mistake.places):
+        wrong.append(f"the mistake is at {place} instead of {' or '.join(script.mistake.places)}")
+    elif (step := said["first_divergence"]["step"]) != script.mistake.step:
+        wrong.append(f"the mistake is at step {step} instead of {script.mistake.step}")
+    return _found(answer, wrong, said.get("reason", ""), again=again["verdict"], mistake=f"{said['verdict']}, {place}")
+
+
+def _found(answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "") -> dict[str, Any]:
+    said = " ".join(message.replace(f"{CODE}/", "").split())
+    said = re.sub(r"/tmp/public-scripts-\w+/", "", said)[-1500:] if wrong else ""
+    return {"answer": answer, "again": again, "mistake": mistake, "wrong": list(wrong), "message": said}
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each case: expected, first answer, answer; and what is not as expected."""
+    lines = ["| script | expected | first answer | answer | again | mistake |", "|---|---|---|---|---|---|"]
+    notes = []
+    for row in rows:
+        both = [f"{each['answer']} ({'wrong' if each['wrong'] else 'right'})" for each in (row["first"], row)]
+        cells = [row["case"], row["expected"], *both, row["again"], row["mistake"]]
+        lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
+        for when, each in (("first answer", row["first"]), ("answer", row)):
+            if each["wrong"]:
+                notes.append(f"- {row['case']}, {when}: {'; '.join(each['wrong'])}. {each['message']}".rstrip())
+    return "\n".join([*lines, "", *notes]) + "\n"
