@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from crossframe.checkpoint import MODEL, STATE, AsyncSaver, Contents, Saved, read, save
 from crossframe.layout import Sharding
 from crossframe.mesh import MeshSpec
-from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.mesh._device_mesh import mesh_spec, ranks_here
 from jax_backend.ranks._processes import AllProcesses, together
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 from jax_backend.state._checkpoint_parts import Part, model_parts
@@ -51,9 +50,7 @@ def save_checkpoint(
     if optimizer_state is not None:
         sections[STATE] = _sharding(leaves.parts, mesh)
     values = leaves.values()
-    places = [
-        place for place in range(mesh_spec(mesh).shard) if device_of(mesh, place).process_index == jax.process_index()
-    ]
+    places = [rank for rank in ranks_here(mesh) if rank < mesh_spec(mesh).shard]
 
     def lines(place: int) -> dict[str, list[np.ndarray]]:
         both = ((MODEL, parts), (STATE, leaves.parts))
@@ -102,11 +99,7 @@ def _sharding(parts: list[Part], mesh: Mesh) -> Sharding:
 def _read(saved: Saved, section: str, parts: list[Part], mesh: Mesh) -> list[Any]:
     """The arrays of each part."""
     target, spec = _sharding(parts, mesh), mesh_spec(mesh)
-    here = {
-        spec.coordinate(rank)[1]
-        for rank, device in enumerate(mesh.devices.flat)
-        if device.process_index == jax.process_index()
-    }
+    here = {spec.coordinate(rank)[1] for rank in ranks_here(mesh)}
     by_place = {place: saved.lines(section, target, place) for place in sorted(here)}
     found, at = [], 0
     for part in parts:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from crossframe.api import Api
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
 from crossframe.trace import ALL_GATHER
+from jax_backend.mesh._shard_map import mapped_inside
 from jax_backend.ranks._collectives import all_gather, all_reduce, reduce_scatter, scope_name
 from jax_backend.shards._bucket import Bucket, Operand
 from jax_backend.shards._param_tree import ParamTree
@@ -34,14 +35,16 @@ class Reduction:
         api: the API whose division and order are used.
         factor: the user's divide factor (R27); None: the number of ranks.
         now: False leaves each rank's gradient as it is, for a later microbatch (R15).
-        placed_on: the mesh if XLA places the collectives (`mesh/_vmap.py`); None under shard_map.
+        by_xla: whether XLA places the collectives (`mesh/_vmap.py`); not under shard_map.
+        model_axes: the model axes of the mesh.
     """
 
     mesh: MeshSpec
     api: Api = Api.FSDP1
     factor: float | None = None
     now: bool = True
-    placed_on: Mesh | None = None
+    by_xla: bool = False
+    model_axes: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise PlanError if the factor is invalid."""
@@ -55,6 +58,26 @@ class Reduction:
             grad: this rank's gradient, of any floating dtype.
             precision: the bucket's dtypes; the result has dtype `precision.kept`.
         """
+        return self.on_parts(lambda grad: self._reduced(operand, grad, precision), operand)(grad)
+
+    def gathered(self, operand: Operand, shard: jax.Array, precision: Precision) -> jax.Array:
+        """The shards of a shard group, in the dtype `precision.gathered`: (padded_shard_numel,) to (gathered_numel,)."""
+
+        def gather(shard: jax.Array) -> jax.Array:
+            return all_gather(shard.astype(precision.gathered), operand.label, self._placed(operand), dim=operand.dim)
+
+        return self.on_parts(gather, operand)(shard)
+
+    def on_parts(self, fn: Callable[[jax.Array], jax.Array], operand: Operand) -> Callable[[jax.Array], jax.Array]:
+        """`fn` of an array, applied to the parts of it that devices of a rank have; see [Note: collectives run on parts]."""
+        if self.by_xla or not self.model_axes:
+            return fn
+        return mapped_inside(fn, operand.partition, self.model_axes)
+
+    def _placed(self, operand: Operand) -> P | None:
+        return operand.partition if self.by_xla else None
+
+    def _reduced(self, operand: Operand, grad: jax.Array, precision: Precision) -> jax.Array:
         factors = factors_of(self.mesh, self.api, precision.reduced, self.factor)
         for each in reduction_steps(self.mesh, self.api):
             match each:
@@ -63,11 +86,11 @@ class Reduction:
                 case ReductionStep.DIVIDE_BEFORE:
                     grad = divide(grad, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
-                    grad = reduce_scatter(grad, operand.label, self.placed_on, dim=operand.dim)
+                    grad = reduce_scatter(grad, operand.label, self._placed(operand), dim=operand.dim)
                 case ReductionStep.DIVIDE_BETWEEN:
                     grad = divide(grad, factors.between)
                 case ReductionStep.ALL_REDUCE:
-                    grad = all_reduce(grad, operand.label, self.placed_on)
+                    grad = all_reduce(grad, operand.label, self._placed(operand))
                 case ReductionStep.DIVIDE_AFTER:
                     grad = divide(grad, factors.after)
                 case ReductionStep.CAST_TO_KEPT:
@@ -107,7 +130,7 @@ def gather(
 
     def whole(shard: Any) -> dict[str, jax.Array]:
         def unsharded(operand: Operand, array: jax.Array) -> jax.Array:
-            return all_gather(array.astype(precision.gathered), operand.label, reduction.placed_on, dim=operand.dim)
+            return reduction.gathered(operand, array, precision)
 
         # One scope, so that `_late_gathers` cuts where it gathers.
         with jax.named_scope(scope_name(ALL_GATHER, bucket.label)):

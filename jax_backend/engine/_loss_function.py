@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from crossframe.api import Api
 from crossframe.errors import UsageError
 from crossframe.precision import PrecisionPolicy
-from jax_backend.mesh._device_mesh import mesh_spec, num_ranks
+from jax_backend.mesh._device_mesh import mesh_spec, model_axes, num_ranks
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import dtype_name, leaves_by_path
@@ -150,6 +150,11 @@ def _check_sharded(sharded: Any, mesh: Mesh) -> None:
         raise UsageError(
             f"expected parameters sharded over the mesh's {ranks} ranks, got {sharded.tree.world_size}; "
             "shard them on the mesh that value_and_grad was given"
+        )
+    if missing := sorted(sharded.tree.model_axes - set(model_axes(mesh))):
+        raise UsageError(
+            f"expected a mesh with the model axes {missing}, over which the parameters are divided, got one with "
+            f"{list(model_axes(mesh))}; shard them on the mesh that value_and_grad was given"
         )
     for leaf in jax.tree.leaves(sharded):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():

@@ -1,5 +1,6 @@
 """The step of one rank, which computes on its own batch, gathers and reduces: mapped over ranks by shard_map or by vmap."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_backend.engine._gather import Source, gather
 from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
-from jax_backend.mesh._device_mesh import rank_partition
+from jax_backend.mesh._device_mesh import data_axes, num_ranks, rank_partition
 from jax_backend.mesh._shard_map import mapped
 from jax_backend.mesh._vmap import vmap_over_mesh
 from jax_backend.programs._late_gathers import gather_late
@@ -20,7 +21,7 @@ from jax_backend.shards._sharded_params import ShardedParams
 
 def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple[Any, ...]:
     """One step of all ranks: (losses, weights or None, gradients, state, aux, local gradients or None)."""
-    tree, axes = sharded.tree, step.mesh.axis_names
+    tree, axes = sharded.tree, data_axes(step.mesh)
 
     def gathered(bucket: Bucket, source: Source) -> dict[str, jax.Array]:
         return gather(tree, bucket, source, tree.policy.resolve(bucket.layout.dtype), step.reduction)
@@ -37,7 +38,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
                 return loss, (loss, weight, state, aux)
             # The weight of a rank's mean in the mean over ranks.
             weight = jax.lax.stop_gradient(weight)
-            counts = weight * step.mesh.size / sum_over_ranks(weight, axes)
+            counts = weight * num_ranks(step.mesh) / sum_over_ranks(weight, axes)
             return loss * counts.astype(loss.dtype), (loss, weight, state, aux)
 
         def loss_of(shards: dict[str, Any], probes: dict[str, jax.Array]) -> Any:
@@ -45,17 +46,17 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
 
         differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if step.late_gathers:
-            differentiate = gather_late(differentiate, axes if step.reduction.placed_on is not None else None)
+            differentiate = gather_late(differentiate, axes if step.reduction.by_xla else None)
         (_, rest), (grads, local) = differentiate(shards, probes_of(tree, step))
         reduced = {}
         if step.reduction.now:
             reduced = {bucket.name: kept(bucket, grads[bucket.name], tree.policy) for bucket in tree.trainable}
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (*rest, local)), reduced
 
-    by_rank, shards_at = rank_partition(step.mesh), tree.partitions
+    by_rank, shards_at = rank_partition(step.mesh), tree.rank_partitions
     # With check_vma=True JAX would sum cotangents of values that are equal on all ranks by itself, in its own dtype and place.
     # Here the gather's backward does all reductions.
-    run = (mapped if step.reduction.placed_on is None else vmap_over_mesh)(
+    run = (vmap_over_mesh if step.reduction.by_xla else partial(mapped, axes=axes))(
         on_rank,
         step.mesh,
         (shards_at(sharded.shards), shards_at(sharded.frozen), by_rank, by_rank, P(), P(), by_rank),

@@ -14,7 +14,7 @@ from jax_backend.engine._gather import Reduction
 from jax_backend.engine._loss_function import LossFunction
 from jax_backend.engine._rank_step import run_on_ranks
 from jax_backend.engine._step import Step, StepInputs
-from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
+from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axes
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
@@ -119,8 +119,7 @@ def step_of(
             f"late_gathers: expected a mesh of CPU devices, got {platform!r}; leave it out, since it is to measure "
             "memory with XLA's CPU compiler"
         )
-    placed_on = mesh if mode == "jit" else None
-    reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces, placed_on)
+    reduction = Reduction(mesh_spec(mesh), api, gradient_divide_factor, reduces, mode == "jit", model_axes(mesh))
     reduction.check()
     settings = Step(loss_fn, mesh, _checked(strategy, mesh), reduction, local_grads, late_gathers)
 

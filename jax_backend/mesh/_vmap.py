@@ -3,6 +3,7 @@
 [Note: a rank under jit] A program under jit is written for the whole mesh: a mean over the batch would be over the samples of all
 ranks, and batch norm another function. So each mesh axis becomes a mapped axis of the same name, sharded over the mesh: the
 function sees one rank's values and calls collectives by the names of axes, as under shard_map, and XLA places the communication.
+Model axes are not mapped: over them nothing is constrained here.
 """
 
 import math
@@ -13,11 +14,18 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_backend.mesh._device_mesh import axes_of, data_axes, model_axes
+
 
 def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """`fn` mapped over the ranks of a mesh: `jax.shard_map` with these arguments, by vmap."""
-    run = fn
-    for axis in reversed(mesh.axis_names):
+
+    def run(*args: Any) -> Any:
+        # As shard_map does: PartitionSpecs in `fn` refer to this mesh.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(*args)
+
+    for axis in reversed(data_axes(mesh)):
         run = jax.vmap(
             run,
             in_axes=_each(lambda spec, axis=axis: _dim(spec, axis), in_specs),
@@ -48,21 +56,16 @@ def _on_leaves(function: Callable[[P, Any], Any], specs: Any, tree: Any) -> Any:
     return jax.tree.map(at_subtree, specs, tree, is_leaf=_is_spec)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dim of a spec."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
 def _dim(spec: P, axis: str) -> int | None:
     """The dim on which an axis of the mesh is mapped; None if the array is not sharded over it."""
-    return next((dim for dim, entry in enumerate(spec) if axis in _axes(entry)), None)
+    return next((dim for dim, entry in enumerate(spec) if axis in axes_of(entry)), None)
 
 
 def _split(array: Any, spec: P, mesh: Mesh) -> jax.Array:
     """The array with dims for the mesh axes before each dim that is sharded over them."""
     shape, partition = [], []
     for dim, size in enumerate(array.shape):
-        axes = _axes(spec[dim]) if dim < len(spec) else ()
+        axes = axes_of(spec[dim]) if dim < len(spec) else ()
         sizes = [mesh.shape[axis] for axis in axes]
         shape += [*sizes, size // math.prod(sizes)]
         partition += [*axes, None]
@@ -73,11 +76,13 @@ def _joined(array: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
     """The inverse of `_split`."""
     shape, sizes = [], list(array.shape)
     for entry in spec:
-        num_axes = len(_axes(entry))
+        num_axes = len(axes_of(entry))
         shape.append(math.prod(sizes[: num_axes + 1]))
         del sizes[: num_axes + 1]
     return _constrained(array.reshape((*shape, *sizes)), mesh, spec)
 
 
 def _constrained(array: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    if model_axes(mesh):
+        spec = P(*(entry or P.UNCONSTRAINED for entry in (*spec, *(None,) * (array.ndim - len(spec)))))
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))

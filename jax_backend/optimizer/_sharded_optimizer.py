@@ -257,7 +257,15 @@ def true_shape(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[int, 
 
 def _stored_partition(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> P:
     found = _stored(path, leaf, tree)
-    return P() if found is None else P(*(None,) * found[1], SHARD_AXIS)
+    if found is None:
+        return P()
+    bucket, i = tree.trained_leaves[_key(path)]
+    entry, given = tree.param_map.by_name[bucket.layout.params[i].name], tuple(bucket.model_partition(i))
+    axes: dict[int, Any] = {found[1]: SHARD_AXIS}
+    for dim, over in enumerate(given):
+        if over:
+            axes[len(bucket.lead) + (entry.axes[dim] if entry.axes else dim)] = over
+    return P(*(axes.get(dim) for dim in range(max(axes) + 1)))
 
 
 def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[int, ...], int] | None:

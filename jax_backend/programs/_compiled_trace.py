@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from crossframe.dtypes import FLOATING, itemsize
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
+from jax_backend.mesh._device_mesh import devices_of
 from jax_backend.programs._trace import FOREIGN, merged
 from jax_backend.ranks._collectives import WEIGHTS, any_label, parts_of
 
@@ -56,7 +57,8 @@ def compiled_trace(step: Callable, *args: PyTree, mesh: Mesh, rank: int = 0, **k
         step: a step of `value_and_grad`, or any function that calls one.
         args, kwargs: its arguments.
         mesh: the mesh that it runs on.
-        rank: the rank whose groups the events name.
+        rank: the rank whose groups the events name. On a mesh with model axes they are those of its first device, and name
+            devices by their index in the mesh; they include XLA's collectives over these axes.
 
     Returns:
         Events. Those in a loop count once for each iteration, or once if XLA does not know their number; those in all branches of
@@ -66,7 +68,7 @@ def compiled_trace(step: Callable, *args: PyTree, mesh: Mesh, rank: int = 0, **k
     compiled = jax.jit(step).lower(*args, **kwargs).compile()
     program = compiled.as_text()
     assert program is not None
-    return list(events_of(program, rank))
+    return list(events_of(program, rank * len(devices_of(mesh, rank))))
 
 
 def events_of(program: str, rank: int = 0) -> Iterator[Event]:

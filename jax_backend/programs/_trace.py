@@ -87,7 +87,11 @@ def _operands(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> 
         # The outermost equation says that all inside is backward: a remat, which runs forward's part again, or a loop.
         backward = "transpose(" in str(equation.source_info.name_stack)
         for inner in inner_jaxprs(equation):
-            found = list(_events(inner, groups, "backward" if backward else phase))
+            where = "backward" if backward else phase
+            if name == "shard_map":  # one for each array; see [Note: collectives run on parts]
+                yield from _operands(inner, groups, where)
+                continue
+            found = list(_events(inner, groups, where))
             yield from ((event, "") for event in found * (equation.params["length"] if name == "scan" else 1))
 
 

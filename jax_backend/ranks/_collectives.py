@@ -3,14 +3,13 @@
 Each is in a named scope with the label of its bucket. The scope survives differentiation, rematerialisation and compilation, so
 that `jax_backend.trace_of` can read it from a jaxpr, and profiles show it.
 
-A function that `mesh/_vmap.py` maps over ranks passes its mesh to them. vmap turns a collective into a reshape or a sum over the
+A function that `mesh/_vmap.py` maps over ranks passes them a partition. vmap turns a collective into a reshape or a sum over the
 axis of ranks, and the sharding constraint on its result makes XLA place the communication there.
 """
 
 import re
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -67,28 +66,31 @@ def parts_of(label: str) -> tuple[str, int, str]:
     return unit, int(index or 0), label[len(bucket) :].removeprefix(OPERAND)
 
 
-def all_gather(shard: jax.Array, label: str, mesh: Mesh | None = None, *, dim: int = -1) -> jax.Array:
+def all_gather(shard: jax.Array, label: str, placed: P | None = None, *, dim: int = -1) -> jax.Array:
     """The shards of a shard group, concatenated on a dim: (..., padded_shard_numel) to (..., gathered_numel) on the last one."""
     if _moves_nothing(shard, SHARD_AXIS):
         return shard
     with jax.named_scope(scope_name(ALL_GATHER, label)):
-        return _placed(jax.lax.all_gather(_placed(shard, mesh), SHARD_AXIS, axis=dim % shard.ndim, tiled=True), mesh)
+        return _placed(
+            jax.lax.all_gather(_placed(shard, placed), SHARD_AXIS, axis=dim % shard.ndim, tiled=True), placed
+        )
 
 
-def reduce_scatter(buffer: jax.Array, label: str, mesh: Mesh | None = None, *, dim: int = 0) -> jax.Array:
+def reduce_scatter(buffer: jax.Array, label: str, placed: P | None = None, *, dim: int = 0) -> jax.Array:
     """This rank's part on a dim of the sum over its shard group, in XLA's order: (gathered_numel,) to (padded_shard_numel,)."""
     if _moves_nothing(buffer, SHARD_AXIS):
         return buffer
     with jax.named_scope(scope_name(REDUCE_SCATTER, label)):
-        return _placed(jax.lax.psum_scatter(_placed(buffer, mesh), SHARD_AXIS, scatter_dimension=dim, tiled=True), mesh)
+        whole = _placed(buffer, placed)
+        return _placed(jax.lax.psum_scatter(whole, SHARD_AXIS, scatter_dimension=dim, tiled=True), placed)
 
 
-def all_reduce(array: jax.Array, label: str, mesh: Mesh | None = None) -> jax.Array:
+def all_reduce(array: jax.Array, label: str, placed: P | None = None) -> jax.Array:
     """The sum over replicas, in XLA's order."""
     if _moves_nothing(array, REPLICATE_AXIS):
         return array
     with jax.named_scope(scope_name(ALL_REDUCE, label)):
-        return _placed(jax.lax.psum(array, REPLICATE_AXIS), mesh)
+        return _placed(jax.lax.psum(array, REPLICATE_AXIS), placed)
 
 
 def sum_over_ranks(number: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -97,9 +99,10 @@ def sum_over_ranks(number: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return jax.lax.psum(number, axes)
 
 
-def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The array on its own rank: its mapped dims are sharded over the axes of ranks that vmap gives them, and no other dim is."""
-    return array if mesh is None else jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P()))
+def _placed(array: jax.Array, partition: P | None) -> jax.Array:
+    """The array on its own rank: its mapped dims are sharded over the axes of ranks that vmap gives them, others over the model
+    axes of the partition. None: it is there by itself."""
+    return array if partition is None else jax.lax.with_sharding_constraint(array, partition)
 
 
 def _moves_nothing(array: jax.Array, axis: str) -> bool:
@@ -111,6 +114,6 @@ def rank_index(axes: tuple[str, ...]) -> jax.Array:
     """This rank, as an int32 scalar.
 
     Args:
-        axes: the axes of the mesh.
+        axes: the axes of ranks.
     """
     return jax.lax.axis_index(axes)

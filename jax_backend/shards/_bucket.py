@@ -19,11 +19,15 @@ from jaxtyping import PyTree
 from crossframe.dtypes import numpy_dtype
 from crossframe.layout import Layout, PerParamLayout
 from crossframe.layout import views as numpy_views
-from jax_backend.mesh._device_mesh import SHARD_AXIS, device_of
+from jax_backend.mesh._device_mesh import SHARD_AXIS, ranks_here
+from jax_backend.mesh._rank_parts import from_rank_parts
 from jax_backend.ranks._collectives import OPERAND
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
 from jax_backend.shards._padding_mask import padding_of, zeroed
 from jax_backend.shards._views import column_views, line_views
+
+WHOLE = P()
+"""The partition of an array that is not divided."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Operand:
     Attributes:
         label: the label of its collectives.
         dim: the dim on which ranks have parts of it.
+        partition: the partition over the model axes of a rank's part, and of the gathered array.
     """
 
     label: str
     dim: int
+    partition: P = WHOLE
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,13 @@ class Bucket:
         """The shape of the bucket's array, or the shapes of its arrays by parameter."""
         return (*self.lead, self.layout.gathered_numel)
 
-    def partitions(self) -> Any:
-        """The PartitionSpec of the bucket's array, or those of its arrays by parameter."""
+    def rank_partitions(self) -> Any:
+        """The PartitionSpec of the bucket's array over ranks, or those of its arrays by parameter."""
         return P(*(None,) * len(self.lead), SHARD_AXIS)
+
+    def partitions(self) -> Any:
+        """`rank_partitions` with the model axes."""
+        return self.rank_partitions()
 
     def to_line(self, shard: PyTree[jax.Array]) -> jax.Array:
         """One rank's part of the arrays, or of one layer of them, as a line."""
@@ -172,21 +182,25 @@ class Bucket:
         Args:
             own: maps a rank of this process to its part, as `from_line` returns it; on any device, or in numpy.
         """
-        here = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
-        parts = [jax.device_put(own(rank), device_of(mesh, rank)) for rank in here]
+        here = ranks_here(mesh)
 
-        def joined(sharding: NamedSharding, shape: tuple[int, ...], *arrays: jax.Array) -> jax.Array:
-            return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        def joined(sharding: NamedSharding, shape: tuple[int, ...], *parts: Any) -> jax.Array:
+            return from_rank_parts(shape, sharding, dict(zip(here, parts, strict=True)))
 
-        return jax.tree.map(joined, self.shardings(mesh), self.shapes(), *parts)
+        return jax.tree.map(joined, self.shardings(mesh), self.shapes(), *map(own, here))
 
 
 @dataclass(frozen=True)
 class PerParamBucket(Bucket):
     """A bucket of a per-parameter layout: by canonical name, an array of the parameter's shape, whose sharded dim is padded to
-    equal chunks (R07)."""
+    equal chunks (R07).
+
+    Attributes:
+        model_partitions: by index of a parameter, the PartitionSpec of one layer of it over the model axes.
+    """
 
     layout: PerParamLayout
+    model_partitions: tuple[P, ...] = ()
 
     def leaf_shape(self, i: int) -> tuple[int, ...]:
         """The shape of one layer of parameter i's array."""
@@ -200,12 +214,19 @@ class PerParamBucket(Bucket):
 
     def leaf_partition(self, i: int) -> P:
         """The PartitionSpec of parameter i's array."""
-        return P(*(None,) * self.leaf_dim(i), SHARD_AXIS)
+        dim, given = self.layout.shard_dims[i], tuple(self.model_partition(i))
+        axes: list[Any] = [*given, *(None,) * (dim + 1 - len(given))]
+        axes[dim] = SHARD_AXIS
+        return P(*(None,) * len(self.lead), *axes)
+
+    def model_partition(self, i: int) -> P:
+        """The PartitionSpec of one layer of parameter i over the model axes."""
+        return self.model_partitions[i] if self.model_partitions else WHOLE
 
     def alone(self, i: int) -> "PerParamBucket":
         """The same bucket with parameter i alone."""
-        layout = self.layout
-        return replace(self, layout=PerParamLayout((layout.params[i],), layout.world_size, (layout.shard_dims[i],)))
+        layout = PerParamLayout((self.layout.params[i],), self.layout.world_size, (self.layout.shard_dims[i],))
+        return replace(self, layout=layout, model_partitions=(self.model_partition(i),))
 
     def _chunk(self, i: int) -> tuple[int, ...]:
         """The shape of a rank's part of one layer of parameter i's array."""
@@ -219,12 +240,15 @@ class PerParamBucket(Bucket):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: (*self.lead, *self.leaf_shape(i)) for i, spec in enumerate(self.layout.params)}
 
+    def rank_partitions(self) -> dict[str, P]:
+        return {spec.name: P(*(None,) * self.leaf_dim(i), SHARD_AXIS) for i, spec in enumerate(self.layout.params)}
+
     def partitions(self) -> dict[str, P]:
         return {spec.name: self.leaf_partition(i) for i, spec in enumerate(self.layout.params)}
 
     def operands(self) -> dict[str, "Operand"]:
         return {
-            spec.name: Operand(f"{self.label}{OPERAND}{i}", self.layout.shard_dims[i])
+            spec.name: Operand(f"{self.label}{OPERAND}{i}", self.layout.shard_dims[i], self.model_partition(i))
             for i, spec in enumerate(self.layout.params)
         }
 

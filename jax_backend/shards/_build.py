@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from crossframe.errors import LayoutError, MappingError, UnitError, UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
@@ -16,6 +18,7 @@ from crossframe.quoting import quote
 from crossframe.unit_assignment import Slot, assign_units
 from jax_backend.shards._bucket import Bucket, make_bucket
 from jax_backend.shards._layers import ONE_LAYER, Layers, OneLayer
+from jax_backend.shards._model_partition import divided
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.tree import dtype_name, leaves_by_path
 
@@ -36,6 +39,7 @@ class Options:
     blocks: Callable[[ParamSpec], int] | None = None
     keep_original: bool = True
     unit_layouts: Mapping[str, Layout] | None = None
+    model_partition: Callable[[ParamSpec], PartitionSpec | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("units", "stacked"):
@@ -51,6 +55,10 @@ class Options:
             "param_map": ("a ParamMap, or None", self.param_map is None or isinstance(self.param_map, ParamMap)),
             "dims": ("a function of a ParamSpec, or None", self.dims is None or callable(self.dims)),
             "blocks": ("a function of a ParamSpec, or None", self.blocks is None or callable(self.blocks)),
+            "model_partition": (
+                "a function of a ParamSpec, or None",
+                self.model_partition is None or callable(self.model_partition),
+            ),
             "keep_original": ("a bool", isinstance(self.keep_original, bool)),
             "layout": (f"one of {LAYOUT_KINDS}", isinstance(self.layout, str)),
         }
@@ -103,12 +111,15 @@ def _names(option: str, given: Any, also: str = "") -> tuple[str, ...]:
     return names
 
 
-def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
+def build_tree(
+    params: Any, world_size: int, options: Options, model_axes: Mapping[str, int] = MappingProxyType({})
+) -> ParamTree:
     """The static description of a pytree of parameters.
 
     Args:
         params: arrays, or jax.ShapeDtypeStruct.
         world_size: the number of ranks in a shard group.
+        model_axes: the sizes of the mesh's model axes.
 
     Raises:
         UsageError, MappingError, UnitError, LayoutError: see `jax_backend.shard`.
@@ -139,6 +150,7 @@ def build_tree(params: Any, world_size: int, options: Options) -> ParamTree:
             for spec in sorted(unit.params, key=lambda spec: place[spec.name])
         ]
         buckets += _buckets(unit.name, specs, world_size, options, layers.get(unit.name, ONE_LAYER))
+    buckets = [divided(bucket, options.model_partition, model_axes, param_map) for bucket in buckets]
     names = [bucket.name for bucket in buckets]
     if unknown := sorted(set(options.unit_layouts or ()) - set(names)):
         raise LayoutError(f"unit_layouts: {unknown} are not units that own parameters: expected among {names}")

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
-from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
+from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axis_sizes
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._build import Options, build_tree
 from jax_backend.shards._param_tree import ParamTree
@@ -47,7 +47,7 @@ def init(fn: Callable[[], PyTree[jax.Array]], mesh: Mesh, **options: Any) -> Sha
         raise UsageError(
             f"init: {unknown} are not options of shard: expected among {list(Options.__dataclass_fields__)}"
         )
-    tree = build_tree(jax.eval_shape(fn), mesh_spec(mesh).shard, Options(**options))
+    tree = build_tree(jax.eval_shape(fn), mesh_spec(mesh).shard, Options(**options), model_axis_sizes(mesh))
     made = {}
     for bucket in tree.buckets:
         leaves = program_of(fn, tree, bucket, mesh)()

@@ -15,7 +15,8 @@ import numpy as np
 from crossframe.errors import LayoutError, UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import check_rank
-from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks, ranks_here
+from jax_backend.mesh._rank_parts import part_of_rank
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
@@ -46,7 +47,7 @@ def from_torch(
         UsageError: a missing or unknown rank or bucket, or a line of another shape or dtype.
     """
     mesh = mesh_of(like)
-    ranks = [r for r, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    ranks = ranks_here(mesh)
     buckets = {name: like.tree.by_name[name] for name in like.buckets}
     _check_layouts(buckets, layouts or {})
     if not isinstance(lines, Mapping) or sorted(lines) != ranks:
@@ -78,13 +79,10 @@ def to_torch(sharded: ShardedParams, rank: int) -> dict[str, jax.Array]:
         UsageError: a rank of another process, or a call inside a transformation.
     """
     mesh = mesh_of(sharded)
-    check_rank(rank, mesh.size)
-    device = device_of(mesh, rank)
-    if device.process_index != jax.process_index():
-        raise UsageError(f"rank {rank} is in another process: expected one of this process; call it there")
+    check_rank(rank, num_ranks(mesh))
 
     def here(array: jax.Array) -> jax.Array:
-        return next(part.data for part in array.addressable_shards if part.device == device)
+        return jax.device_put(part_of_rank(array, mesh, rank), device_of(mesh, rank))
 
     return {
         name: sharded.tree.by_name[name].to_line(jax.tree.map(here, arrays)) for name, arrays in sharded.buckets.items()

@@ -14,6 +14,7 @@ from crossframe.layout import Layout
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
+from jax_backend.mesh._device_mesh import axes_of
 from jax_backend.shards._bucket import Bucket, PerParamBucket
 from jax_backend.tree import dtype_name, leaves_by_path
 
@@ -111,14 +112,26 @@ class ParamTree:
         found = [bucket for bucket in self.trainable if isinstance(bucket, PerParamBucket)]
         return found if len(found) == len(self.trainable) else None
 
+    @cached_property
+    def model_axes(self) -> frozenset[str]:
+        """The model axes of the mesh over which parameters are divided."""
+        buckets = (bucket for bucket in self.buckets if isinstance(bucket, PerParamBucket))
+        return frozenset(
+            axis
+            for bucket in buckets
+            for partition in bucket.model_partitions
+            for entry in partition
+            for axis in axes_of(entry)
+        )
+
     @property
     def world_size(self) -> int:
         """The number of ranks in a shard group."""
         return self.buckets[0].layout.world_size
 
-    def partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The partitions of the arrays of these buckets, by bucket."""
-        return {name: self.by_name[name].partitions() for name in arrays}
+    def rank_partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """`Bucket.rank_partitions` of these buckets, by bucket."""
+        return {name: self.by_name[name].rank_partitions() for name in arrays}
 
     def entry(self, path: str) -> MapEntry:
         """The map's entry of a leaf; for a shared leaf, that of its owner."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from crossframe.dtypes import numpy_dtype
@@ -17,7 +17,8 @@ from crossframe.param_map import ParamMap
 from crossframe.params import ParamSpec
 from crossframe.precision import PrecisionPolicy
 from crossframe.writeback import writeback_copies
-from jax_backend.mesh._device_mesh import check_mesh, mesh_spec
+from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axis_sizes, num_ranks
+from jax_backend.mesh._rank_parts import part_of_rank
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._build import Options, build_tree
 from jax_backend.shards._param_tree import ParamTree
@@ -90,6 +91,7 @@ def shard(
     blocks: Callable[[ParamSpec], int] | None = None,
     keep_original: bool = True,
     unit_layouts: Mapping[str, Layout] | None = None,
+    model_partition: Callable[[ParamSpec], PartitionSpec | None] | None = None,
 ) -> ShardedParams:
     """Shard full parameters.
 
@@ -114,6 +116,9 @@ def shard(
         keep_original: whether the flat layout aligns parameters and pads its tail (R02, R03).
         unit_layouts: layouts by bucket to use instead of the computed ones, such as torch's; their parameters may be in any
             order.
+        model_partition: on a mesh with model axes, under "per_param": the PartitionSpec of a parameter over these axes, such as
+            P(None, "tp"); None: every device of a rank has all of it. It divides other dims than `dims`; of a stacked unit, those
+            of one layer.
 
     Returns:
         The shards; no device ever holds more than its own. Without values, ShardedParams of jax.ShapeDtypeStruct.
@@ -122,15 +127,15 @@ def shard(
         UsageError: a leaf that is not a floating array, a mesh that `make_mesh` did not make, or an invalid option.
         MappingError: a map that does not fit the pytree.
         UnitError: a unit that is not a module, or a stacked unit whose leaves differ in the number of layers.
-        LayoutError: mixed dtypes in one flat unit, a parameter without dims, or a layout of other parameters or of another
-            world size.
+        LayoutError: mixed dtypes in one flat unit, a parameter without dims, a layout of other parameters or of another
+            world size, a partition that does not fit a parameter, or flat and ragged shards on a mesh with model axes.
     """
     check_mesh(mesh)
     options = Options(
         units, param_map, layout, mp_policy, reshard_after_forward, frozen, shared, stacked, dims, blocks, keep_original,
-        unit_layouts,
+        unit_layouts, model_partition,
     )  # fmt: skip
-    tree = build_tree(params, mesh_spec(mesh).shard, options)
+    tree = build_tree(params, mesh_spec(mesh).shard, options, model_axis_sizes(mesh))
     leaves = tree.leaves(params)
     if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
         return ShardedParams.of(tree, {bucket.name: bucket.structs(mesh) for bucket in tree.buckets})
@@ -187,15 +192,10 @@ def shards_of(sharded: ShardedParams, rank: int) -> dict[str, np.ndarray]:
         UsageError: a rank of another process, or a call inside a transformation.
     """
     mesh = mesh_of(sharded)
-    check_rank(rank, mesh.size)
-    device = mesh.devices.flat[rank]
+    check_rank(rank, num_ranks(mesh))
 
     def here(array: jax.Array) -> np.ndarray:
-        for part in array.addressable_shards:
-            if part.device == device:
-                return np.asarray(part.data)
-        known = sorted(r for r, each in enumerate(mesh.devices.flat) if each in array.sharding.addressable_devices)
-        raise UsageError(f"rank {rank} is in another process; this one has ranks {known}")
+        return np.asarray(part_of_rank(array, mesh, rank))
 
     found = {}
     for name, arrays in sharded.buckets.items():

@@ -24,7 +24,7 @@ from crossframe.errors import ReplacedError, StateError, UnitError, UsageError
 from crossframe.lifecycle import Exposure, Move, Residency, UnitState
 from crossframe.quoting import quote
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest, authoritative_storage
-from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
@@ -200,7 +200,7 @@ class _Show:
     def ranks(self) -> list[int]:
         """The ranks that see full values (R19)."""
         spec = mesh_spec(self.mesh)
-        return [rank for rank in range(self.mesh.size) if self.request.visible(spec.group_rank(rank))]
+        return [rank for rank in range(num_ranks(self.mesh)) if self.request.visible(spec.group_rank(rank))]
 
     def __call__(self, sharded: ShardedParams, buckets: Sequence[Bucket]) -> Any:
         """The full values of these buckets, and None for others; the leaves of a shared parameter are one object."""

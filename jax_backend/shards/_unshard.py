@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
-from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks
+from jax_backend.mesh._rank_parts import part_of_rank
 from jax_backend.mesh._shard_map import mapped
 from jax_backend.ranks._collectives import all_gather
 from jax_backend.shards._bucket import Bucket
@@ -51,7 +52,7 @@ def gathered(sharded: ShardedParams, mesh: Mesh, names: tuple[str, ...]) -> PyTr
         return tree.params(absent | {name: all_gather(line, tree.by_name[name].label) for name, line in lines.items()})
 
     buckets = {name: sharded.buckets[name] for name in names}
-    specs = (tree.partitions(buckets),)
+    specs = (tree.rank_partitions(buckets),)
     return mapped(on_rank, mesh, specs, P())(buckets)
 
 
@@ -69,7 +70,7 @@ def writeback(sharded: ShardedParams, full_params: PyTree[jax.Array]) -> Sharded
     """
     mesh = mesh_of(sharded)
     leaves = sharded.tree.leaves(full_params)
-    return written(sharded, mesh, sharded.buckets, leaves, range(mesh.size))
+    return written(sharded, mesh, sharded.buckets, leaves, range(num_ranks(mesh)))
 
 
 def written(
@@ -85,10 +86,9 @@ def written(
     tree, spec = sharded.tree, mesh_spec(mesh)
 
     def own(bucket: Bucket, arrays: Any, rank: int) -> Any:
-        device = device_of(mesh, rank)
         if rank not in ranks:
-            return jax.tree.map(partial(part_on, device), arrays)
-        line = line_of(tree, bucket, spec.coordinate(rank)[1], _reader(leaves, device))
+            return jax.tree.map(lambda array: part_of_rank(array, mesh, rank), arrays)
+        line = line_of(tree, bucket, spec.coordinate(rank)[1], _reader(leaves, device_of(mesh, rank)))
         return jax.tree.map(lambda part, old: part.astype(old.dtype), bucket.from_line(line), arrays)
 
     changed = {

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.checkpoint import state_layout
 from crossframe.layout import Layout
-from jax_backend.mesh._device_mesh import device_of, mesh_spec
+from jax_backend.mesh._device_mesh import mesh_spec, ranks_here
+from jax_backend.mesh._rank_parts import from_rank_parts, part_of_rank
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._sharded_params import ShardedParams
 
@@ -66,10 +67,9 @@ class Part:
 
     def lines(self, place: int) -> list[np.ndarray]:
         """The lines of a rank of the first replica, in this process."""
-        device = device_of(self.mesh, place)
 
         def here(array: jax.Array) -> Any:
-            part = next(part.data for part in array.addressable_shards if part.device == device)
+            part = part_of_rank(array, self.mesh, place)
             return part if self.axes is None else np.asarray(part).transpose(self.axes)
 
         return list(self.bucket.layers.split(np.asarray(self.bucket.to_line(jax.tree.map(here, self.arrays)))))
@@ -77,16 +77,14 @@ class Part:
     def joined(self, by_place: Lines) -> Any:
         """Arrays like these with the values of lines, for the indices in this process."""
         spec, own = mesh_spec(self.mesh), {}
-        for rank, device in enumerate(self.mesh.devices.flat):
-            if device.process_index == jax.process_index():
-                lines = by_place[spec.coordinate(rank)[1]]
-                own[device] = self.bucket.from_line(self.bucket.layers.join(lines))
+        for rank in ranks_here(self.mesh):
+            lines = by_place[spec.coordinate(rank)[1]]
+            own[rank] = self.bucket.from_line(self.bucket.layers.join(lines))
 
-        def array(like: jax.Array, *parts: np.ndarray) -> jax.Array:
+        def array(like: Any, *parts: np.ndarray) -> jax.Array:
             if self.axes is not None:
                 parts = tuple(part.transpose(np.argsort(self.axes)) for part in parts)
-            placed = [jax.device_put(part, device) for device, part in zip(own, parts, strict=True)]
-            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed)
+            return from_rank_parts(like.shape, like.sharding, dict(zip(own, parts, strict=True)))
 
         return jax.tree.map(array, self.arrays, *own.values())
 

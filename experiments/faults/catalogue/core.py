@@ -98,8 +98,8 @@ def ranks_reversed() -> Iterator[None]:
 
     right = gather.all_gather
 
-    def all_gather(shard: Any, label: str, mesh: Any, dim: int) -> Any:
-        gathered = right(shard, label, mesh, dim=dim)
+    def all_gather(shard: Any, label: str, placed: Any, dim: int) -> Any:
+        gathered = right(shard, label, placed, dim=dim)
         return gathered.reshape(-1, shard.shape[-1])[::-1].reshape(gathered.shape)
 
     with patched(gather, "all_gather", all_gather):

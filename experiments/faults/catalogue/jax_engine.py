@@ -75,10 +75,10 @@ def gathered_in_bfloat16() -> Iterator[None]:
 
     right = gather.all_gather
 
-    def all_gather(shard: Any, label: str, mesh: Any, dim: int) -> Any:
+    def all_gather(shard: Any, label: str, placed: Any, dim: int) -> Any:
         if label != "blocks.1":
-            return right(shard, label, mesh, dim=dim)
-        return right(shard.astype(jnp.bfloat16), label, mesh, dim=dim).astype(shard.dtype)
+            return right(shard, label, placed, dim=dim)
+        return right(shard.astype(jnp.bfloat16), label, placed, dim=dim).astype(shard.dtype)
 
     with patched(gather, "all_gather", all_gather):
         yield

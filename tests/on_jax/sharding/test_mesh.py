@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from jax_backend import make_mesh, per_rank, value_and_grad
+from jax_backend.mesh._device_mesh import devices_of, num_ranks
 from tests.on_jax.helpers.small import mesh_of_size, small_loss
 
 
@@ -24,15 +25,38 @@ def test_R10_ranks_of_a_shard_group_are_neighbours_in_a_mesh_with_replicas():
     assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:]]
 
 
+def test_R10_a_rank_has_the_devices_along_the_model_axes():
+    mesh = make_mesh(MeshSpec(2), model_axes={"tp": 2})
+    assert mesh.axis_names == ("shard", "tp") and set(mesh.axis_types) == {AxisType.Auto}
+    assert [devices_of(mesh, rank) for rank in range(num_ranks(mesh))] == [jax.devices()[:2], jax.devices()[2:4]]
+    assert per_rank(np.zeros(3), mesh).addressable_shards[0].data.shape == (1, 3)
+
+
 def test_too_few_devices_says_how_to_get_more():
     with pytest.raises(UsageError, match=rf"at least 9 devices .*got {jax.device_count()}.*jax_num_cpu_devices', 9"):
         make_mesh(MeshSpec(9))
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2, "other": 1}, {"shard": 2}])
-def test_a_mesh_of_other_axes_or_of_explicit_type_is_refused(axes):
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-    with pytest.raises(UsageError, match=r"'shard', of type Auto, got 'shard'.*make_mesh"):
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"shard": 2}, "names other than 'replicate' and 'shard', got 'shard'"),
+        ({"tp": 0}, "a size of at least 1 for 'tp', got 0"),
+        (("tp", 2), "the sizes of axes by name, such as"),
+    ],
+)
+def test_invalid_model_axes_raise(axes, message):
+    with pytest.raises(UsageError, match=f"model_axes: expected {message}"):
+        make_mesh(MeshSpec(1), model_axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind"),
+    [({"tp": 2, "shard": 2}, AxisType.Auto), ({"tp": 2}, AxisType.Auto), ({"shard": 2}, AxisType.Explicit)],
+)
+def test_a_mesh_of_other_axes_or_of_explicit_type_is_refused(axes, kind):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    with pytest.raises(UsageError, match=rf"'shard', of type Auto, got '{next(iter(axes))}'.*make_mesh.*model_axes"):
         value_and_grad(small_loss, mesh)
 
 
