@@ -53,6 +53,7 @@ def from_rank_parts(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapp
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = parts[rank_of[device]]
         if divided:
+            assert index is not None, "the sharding has devices in this process"
             part = part[tuple(index[dim] if dim in divided else slice(None) for dim in range(len(shape)))]
         placed.append(jax.device_put(part, device))
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
