@@ -116,11 +116,12 @@ class Steps:
     """The steps of a script.
 
     Args:
-        begin: makes the recorder, from the initial parameters, at the end of the first step; None: nothing is recorded.
+        begin: makes the recorder, from the initial parameters and the number of gradients of a step, at the end of the first
+            step; None: nothing is recorded.
         finished: called at the end of each step with its loss.
     """
 
-    def __init__(self, begin: Callable[[Any], Recorder] | None, finished: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[Any, int], Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
@@ -280,6 +281,7 @@ class Steps:
             self._is_sum = is_sum and self._is_sum is not False
         self._after = after if step.in_scan else OrderedDict()
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
+        microbatches = [_microbatches(each.tap, each.batch) for each in gradients]
         if self.recorder is None:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
@@ -288,7 +290,7 @@ class Steps:
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
             initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
-            self.recorder = self._begin(OrderedDict(initial))
+            self.recorder = self._begin(OrderedDict(initial), sum(map(len, microbatches)))
         grid = self.recorder.grid
         params = _arrays(after)
         grads = _arrays(
@@ -297,7 +299,6 @@ class Steps:
                 for name, value in zip(update.about[0], update.values["grads"], strict=True)
             )
         )
-        microbatches = [_microbatches(each.tap, each.batch) for each in gradients]
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         each = {tuple(map(id, part)): part for parts in microbatches for part in parts}
         cut = _Cut.of([part for part in each.values() if part], sum(map(len, microbatches)), grid)

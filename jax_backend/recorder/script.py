@@ -31,7 +31,7 @@ from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
-from crossframe.recording.program import PROGRAM
+from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
 from jax_backend.recorder._array_interior import may_be_batch
 from jax_backend.recorder._arrays import placed_like
@@ -378,10 +378,10 @@ class ScriptRecorder:
 
     # Steps
 
-    def _begin(self, params: Any) -> Recorder:
+    def _begin(self, params: Any, num_gradients: int = 1) -> Recorder:
         stated: dict[str, Any] = {} if self.forward_only else noted.settings()
         options = dict(self._options)
-        stated[PROGRAM] = program(compiled=self._is_compiled)
+        stated[PROGRAM] = program(compiled=self._is_compiled) | {GRADIENTS: num_gradients}
         settings = stated | dict(options.pop("settings", None) or {})
         recorder = Recorder(
             self._directory,
