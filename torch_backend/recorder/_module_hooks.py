@@ -4,7 +4,7 @@
 when they ran first. Gradients are taken either way: hooks of tensors fire where autograd delivers, once for each use.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,14 +81,59 @@ class Hook:
         if self._function is not None:
             self._function(*args)
 
-    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:  # of modules that have a __getstate__ of their own
         return Hook, ()
+
+
+_IDS_OF_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""The attributes of a module that have something for the id of each hook."""
+
+
+@contextmanager
+def hooks_left_out() -> Iterator[None]:
+    """A context in which copies and files of modules have no `Hook`, so that what a recorded script saves loads elsewhere, and
+    with `weights_only`."""
+    own = nn.Module.__dict__.get("__getstate__")
+
+    def state_of(module: nn.Module) -> dict[str, Any]:
+        state = dict(module.__dict__) if own is None else own(module)
+        ours = {i for name in _IDS_OF_HOOKS for i, hook in state[name].items() if isinstance(hook, Hook)}
+        for name in _IDS_OF_HOOKS if ours else ():
+            state[name] = OrderedDict((i, each) for i, each in state[name].items() if i not in ours)
+        return state
+
+    nn.Module.__getstate__ = state_of
+    try:
+        yield
+    finally:
+        if own is None:
+            del nn.Module.__getstate__
+        else:
+            nn.Module.__getstate__ = own
 
 
 def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
     """The index of `attention_mask`, of keyword arguments or of a batch, among tensors: models know padding by this name."""
     mask = named.get("attention_mask") if isinstance(named, Mapping) else None
     return next((i for i, each in enumerate(tensors) if each is mask), None)
+
+
+def lacks_forward(module: nn.Module) -> bool:
+    """Whether a module only holds others, which are called one by one."""
+    return type(module).forward is nn.Module.forward
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    """The model, or if it lacks a forward those of its parts that have one."""
+    if not lacks_forward(model):
+        return [model]
+    return [part for child in model.children() for part in _called(child)]
 
 
 def in_backward() -> bool:
@@ -138,11 +183,11 @@ class Watch:
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
-        self._own = [
-            model.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True),
-            *self._around(self._root, ""),
-            model.register_forward_hook(Hook(self._model_ends), always_call=True),
-        ]
+        self._own = self._around(self._root, "")
+        self._called = _called(model)
+        for part in self._called:
+            begins = self._model_begins if part is model else self._part_begins
+            self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -168,6 +213,8 @@ class Watch:
             for module, name in view.watched.items():
                 if module is not self._root:
                     self._handles += self._around(module, name)
+        for part in self._called:  # after what tells their output
+            self._handles.append(part.register_forward_hook(Hook(self._model_ends), always_call=True))
 
     def events(self) -> list[Event]:
         """The collectives of the step so far."""
@@ -213,10 +260,7 @@ class Watch:
             if self.is_dense and in_backward():
                 self._listen(module)
             elif self.is_dense and self._inside:
-                with quietly():
-                    self._read(module)
-                    self._report_activation(name, INPUT, (args, kwargs))
-                self._listen(module)
+                self._enter(module, name, (args, kwargs))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if self.is_dense and self._inside and not in_backward():
@@ -227,6 +271,14 @@ class Watch:
             module.register_forward_pre_hook(Hook(before), with_kwargs=True),
             module.register_forward_hook(Hook(after)),
         ]
+
+    def _enter(self, module: nn.Module, name: str | None = None, given: Any = ()) -> None:
+        """A module is called: its parameters are read, and its input if it has a name."""
+        with quietly():
+            self._read(module)
+            if name is not None:
+                self._report_activation(name, INPUT, given)
+        self._listen(module)
 
     def _report_activation(self, name: str, use: str, value: Any) -> None:
         at = (self.microbatches, name, use)
@@ -302,6 +354,20 @@ class Watch:
             self._given = [storage for storage in self._given if not storage.expired()]
             batch = [each for each in inputs if not self._is_carried(each)] or inputs
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
+
+    def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """A part of a model that lacks a forward is called. All calls until backward are one forward of the model."""
+        if in_backward() or not (self._every_call or torch.is_grad_enabled()):
+            return
+        if self._awaits_backward and not self._every_call:
+            self._inside = True
+            return
+        is_first = self._view is None
+        self._model_begins(part, args, kwargs)
+        if self.is_dense and self._inside and self._view is not None:
+            self._enter(self._root)
+            if is_first:  # it had no hooks of its own when it was called
+                self._enter(part, self._view.watched.get(part), (args, kwargs))
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""

@@ -12,7 +12,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._module_hooks import hooks_left_out, in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.
@@ -59,6 +59,7 @@ def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[No
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
+        stack.enter_context(hooks_left_out())
         stack.enter_context(replaced(torch.autograd, "backward", lambda own: _backward(own, listener)))
         for cls in _with_subclasses(torch.amp.GradScaler):
             if "scale" in cls.__dict__:

@@ -31,13 +31,20 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.scripts import run_script
 from torch_backend.ranks._collectives import default_process_group
-from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._module_hooks import in_backward, lacks_forward
 from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
-_USE_RECORDER = "use torch_backend.recorder.Recorder in the script, which is told the model"
+_USE_RECORDER = """record from inside the script:
+
+    from torch_backend.recorder import Recorder
+
+    with Recorder("runs/mine", model=model) as recorder:
+        for batch in batches:
+            ...                # forward, backward, update: as before
+            recorder.step()"""
 
 
 class ScriptRecorder:
@@ -57,6 +64,7 @@ class ScriptRecorder:
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
+        self._partless: set[tuple[int, int]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -104,7 +112,7 @@ class ScriptRecorder:
             )
         return (
             "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
-            "not followed: let --nproc-per-node start them"
+            f"not followed: let --nproc-per-node start them. If the script updates parameters by itself, {_USE_RECORDER}"
         )
 
     def _noting(self, own: Any) -> Any:
@@ -152,6 +160,9 @@ class ScriptRecorder:
         own, mine = self._own(modules)
         if not mine and sum(map(reshard, modules)):
             own, mine = self._own(modules)
+        if not mine and len(modules) == 1 and (whole := self._whole(modules[0], own)) is not None:
+            modules = (whole,)
+            own, mine = self._own(modules)
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
@@ -171,6 +182,24 @@ class ScriptRecorder:
         own = {id(param) for module in modules for param in module.parameters()}
         held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
         return own, [optimizer for optimizer in held if own >= _params_of(optimizer)]
+
+    def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
+        """A module without a forward of its own, whose parts the script calls one by one, such as an agent's actor and critic, if
+        this is one of these parts; None if there is none.
+
+        Args:
+            own: the ids of the parameters of the part.
+        """
+        wanted = [params for ref in self._made if (made := ref()) is not None and own & (params := _params_of(made))]
+        if not wanted or (id(part), len(wanted)) in self._partless:
+            return None
+        self._partless.add((id(part), len(wanted)))
+        for each in gc.get_objects():
+            if issubclass(type(each), nn.Module) and lacks_forward(each) and any(one is part for one in each.modules()):
+                ids = {id(param) for param in each.parameters()}
+                if any(ids >= params for params in wanted):
+                    return each
+        return None
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""

@@ -102,6 +102,30 @@ optimizer.step()
 """
 
 
+# As scripts of reinforcement learning have it: a rollout without gradients, and two parts that one optimizer trains.
+AGENT = """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def act(self, x):
+        return self.actor(x), self.critic(x)
+
+agent = Agent()
+optimizer = torch.optim.SGD(agent.parameters(), 0.1)
+for step in range(3):
+    x = torch.full((2, 4), 1.0 + step)
+    with torch.no_grad():
+        agent.act(-x)
+    logits, value = agent.act(x)
+    loss = logits.square().mean() + value.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a script in this process, recorded into tmp_path / "out"; its exit status."""
@@ -257,6 +281,23 @@ def test_what_is_not_recorded_says_why(run, text, said, capsys):
 def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
     assert run("print('hello')", forward_only=True) == NOT_RECORDED
     assert "no module of torch with parameters was called" in capsys.readouterr().err
+
+
+def test_a_model_whose_parts_are_called_one_by_one_is_recorded(tmp_path, run):
+    assert run(AGENT, every=1, dense=2) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.manifest.model == "Agent" and recording.num_steps == 3
+    assert list(recording.manifest.params) == [
+        f"{each}.{kind}" for each in ("actor", "critic.0", "critic.2") for kind in ("weight", "bias")
+    ]
+    for step in (0, 1):
+        modules = ("actor", "critic.0", "critic.2")  # those with parameters of their own
+        assert recording.activations(step) == [(0, name, use) for name in modules for use in ("input", "output")]
+        assert recording.activation(step, 0, 0, "critic.0", "input").tolist() == [[1.0 + step] * 4] * 2
+        for name in recording.manifest.params:
+            assert recording.has("unsharded", step, name), name
+            assert np.array_equal(recording.local(step, 0, name), recording.full("reduce", step, name)), name
+    assert len({recording.batch(step, 0).digest for step in range(3)}) == 3
 
 
 def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
