@@ -9,7 +9,7 @@ from crossframe.errors import UsageError
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A key path of jax.tree_util as one name, its parts joined by ".".
+    """A key path of jax.tree_util as one name, its parts joined by "."; a tree that is one leaf has the name "param".
 
     >>> path_name((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0), jax.tree_util.DictKey("kernel")))
     'blocks.0.kernel'
@@ -17,7 +17,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     # A last attribute `value` is the box that flax puts around an array (nnx.Param), not a part of the name.
     if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "param"
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:

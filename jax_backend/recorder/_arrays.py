@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -154,6 +155,10 @@ def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
     """
     found, names, counts, known = StateByPath(), fields_in_torch(state), counts_of(state), set(paths)
     for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not jnp.issubdtype(
+            jnp.result_type(leaf), jnp.floating
+        ):  # a count, which has the path and shape of a bare scalar
+            continue
         for first in range(len(key) + 1):
             path, before = path_name(key[first:]), key[:first]
             if path not in known or (values := take(path, leaf)) is None:

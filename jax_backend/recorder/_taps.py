@@ -164,6 +164,7 @@ class Collector:
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
         is_scan: whether the function is the body of a scan.
         described: what is known of the program's modules, which all collectors share.
+        constrained: by the id of a result of `with_sharding_constraint`, the result and what it was given.
     """
 
     trace: Any
@@ -176,6 +177,24 @@ class Collector:
     is_scan: bool = False
     taps: list[Tap] = field(default_factory=list)
     described: Described = field(default_factory=Described)
+    constrained: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def constrain(self, given: Any, results: Any) -> None:
+        """Note that results have the values of what was given, in another place."""
+        for value, result in zip(jax.tree.leaves(given), jax.tree.leaves(results), strict=True):
+            self.constrained[id(result)] = result, value
+            if id(value) in self.paths:
+                self.paths[id(result)] = self.paths[id(value)]
+
+    def key(self, value: Any) -> int:
+        """The same number for a value before and after constraints of its sharding."""
+        while id(value) in self.constrained:
+            value = self.constrained[id(value)][1]
+        return id(value)
+
+    def places(self, kind: str, leaves: Sequence[Any]) -> dict[int, tuple[str, int]]:
+        """References to values, by their key."""
+        return {self.key(leaf): (kind, i) for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def add(self, taps: Iterable[Tap]) -> None:
         """Add taps in the order of the program."""
@@ -249,7 +268,7 @@ def pack(taps: Sequence[Tap], outputs: Any, collector: Collector, lead: Callable
     arrays: list[Any] = []
     found: list[PackedTap] = []
     above = () if collector.above is None or collector.is_cached else collector.above.inputs
-    inputs, results = _places("in", collector.inputs), _places("out", jax.tree.leaves(outputs))
+    inputs, results = collector.places("in", collector.inputs), collector.places("out", jax.tree.leaves(outputs))
     for tap in taps:
         references: list[tuple[str, Reference]] = []
         for name in sorted(tap.values):  # as JAX sorts dicts
@@ -258,13 +277,13 @@ def pack(taps: Sequence[Tap], outputs: Any, collector: Collector, lead: Callable
             is_kept = name in ALWAYS or (collector.detail > Detail.LOSSES and not by_reference)
             # An argument that is returned as it is may be donated: then only the result remains.
             own = results | inputs if by_reference else {} if collector.is_scan else inputs | results
-            places = _places("above", above) | own
+            places = collector.places("above", above) | own
             for value in jax.tree.leaves(tap.values[name]):
                 reference: Reference = ("missing",)
                 if not _is_array(value.array):
                     reference = ("scalar", value.array) if isinstance(value.array, int | float) else reference
-                elif not value.by_rank and not value.scans and id(value.array) in places:
-                    reference = places[id(value.array)]
+                elif not value.by_rank and not value.scans and (key := collector.key(value.array)) in places:
+                    reference = places[key]
                 elif is_kept or value.scans:
                     reference = ("kept", len(arrays), value.by_rank or lead is not None, value.scans)
                     arrays.append(value.array if lead is None else lead(value.array))
@@ -382,10 +401,6 @@ def merged(taps: Sequence[Tap], more: Sequence[Tap]) -> list[Tap]:
             )
         found.append(replace(other, values=values))
     return found
-
-
-def _places(kind: str, leaves: Sequence[Any]) -> dict[int, tuple[str, int]]:
-    return {id(leaf): (kind, i) for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
 
 def _is_array(value: Any) -> bool:

@@ -18,6 +18,7 @@ from jax_backend.recorder._taps import collecting, current, of_scan, pack, trace
 _scan, _fori_loop, _shard_map, _pmap, _named_call = (
     jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.pmap, jax.named_call
 )  # fmt: skip
+_with_sharding_constraint = jax.lax.with_sharding_constraint
 
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
@@ -75,6 +76,15 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
 
 
 @functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed
+def with_sharding_constraint(x: Any, shardings: Any) -> Any:
+    """`jax.lax.with_sharding_constraint`, through which values are followed."""
+    result = _with_sharding_constraint(x, shardings)
+    collector = current()
+    if collector is not None and collector.trace is not None:
+        collector.constrain(x, result)
+    return result
+
+
 def shard_map(f: Any = None, /, **options: Any) -> Any:
     if f is None:
         return functools.partial(shard_map, **options)

@@ -201,6 +201,38 @@ def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
     assert {microbatch for microbatch, _, _ in found.activations(0)} == {0}
 
 
+# A bare array, with the shape of Adam's count, whose sharding is constrained before and after the step.
+CONSTRAINED = """
+import functools, jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+where = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+tx = optax.adam(0.1)
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(scale, state, x):
+    scale, state = jax.lax.with_sharding_constraint((scale, state), where)
+    grad = jax.grad(lambda scale: jnp.mean((scale * x - 2 * x) ** 2))(scale)
+    updates, state = tx.update(grad, state, scale)
+    return jax.lax.with_sharding_constraint((optax.apply_updates(scale, updates), state), where)
+
+scale = jnp.asarray(1.0)
+state = tx.init(scale)
+kept = []
+for i in range(3):
+    scale, state = step(scale, state, jnp.arange(1.0 + i, 4.0 + i))
+    kept.append(float(scale))
+"""
+
+
+def test_a_bare_array_under_constraints_of_its_sharding_is_recorded(tmp_path, run):
+    status, variables = run(CONSTRAINED)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert list(found.manifest.params) == ["param"] and found.full("parameters", 0, "param") == 1.0
+    assert [found.full("update", step, "param").item() for step in (0, 2)] == variables["kept"][::2]
+    assert found.state_slots(0, "param") == ("exp_avg", "exp_avg_sq")
+
+
 CUT_INSIDE = """parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), batch)
     def add(sums, part):
         return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(params, part["image"], part["label"])), None
