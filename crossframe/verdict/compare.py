@@ -25,6 +25,7 @@ from crossframe.verdict.environments import environments_of
 from crossframe.verdict.evidence import (
     UNDECIDED,
     describe_bits,
+    earlier_bits,
     evidence_from_bits,
     evidence_from_cause,
     evidence_from_direction,
@@ -176,6 +177,8 @@ def compare(
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
+    elif bitwise and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
+        reason = f"{reason}; {earlier}"
     if (found := model_ranks_differ(pair)) is not None:
         if verdict is Verdict.BUG and _before(where, found[0], b):
             reason = f"{reason}; then, {found[1]}"

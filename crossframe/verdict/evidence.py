@@ -71,6 +71,27 @@ def evidence_from_bits(
     return Evidence(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, reason)
 
 
+_LEAST_SHARE = 0.01
+
+
+def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
+    """Where bits of a compiled program first differ, before the first difference beyond its bound, as a clause; "" if nowhere.
+
+    A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too: a difference
+    of less than a hundredth of its bound, some hundred roundings, says nothing.
+    """
+    first = findings.in_bits
+    if bits is None or bits.objection is not None or not bits.compiled or first is None or first.beyond:
+        return ""
+    if first.used < _LEAST_SHARE:
+        return ""
+    q = first.quantity
+    return (
+        f"bits first differ at step {q.step} in the {describe_quantity(first)}, by {first.difference:.1e} between {names[0]} and "
+        f"{names[1]}, within its bound"
+    )
+
+
 def evidence_from_cause(
     pair: Pair, findings: Findings, bits: Bits | None, verdict: Verdict, names: tuple[str, str]
 ) -> Evidence | None:

@@ -89,11 +89,15 @@ def test_a_bug_is_located_where_bits_first_differ(pair):
     assert found.first_divergence and found.first_divergence.phase == "backward"
 
 
-def test_a_compiled_bug_stays_where_bounds_place_it(pair):
+@pytest.mark.parametrize("earlier", [nudged("output", "block"), scaled("output", "block", 1.001)], ids=["ulp", "part"])
+def test_a_compiled_bug_stays_where_bounds_place_it(pair, earlier, request):
     manifests = {"first": made(compiled=True), "second": made(compiled=True, source="2")}
-    found = compare(*pair(both(nudged("output", "block"), scaled("reduce", "embed", 1.5)), **manifests))
+    found = compare(*pair(both(earlier, scaled("reduce", "embed", 1.5)), **manifests))
     assert found.verdict is Verdict.BUG
     assert found.first_divergence and found.first_divergence.phase == "reduce"
+    # One unit in the last place may be rounding of the other program, a thousandth is not.
+    said = "bits first differ at step 0 in the output of block of rank 1, by 1.0e-03 between a and b, within its bound"
+    assert (said in found.reason) is (request.node.callspec.id == "part")
 
 
 @pytest.mark.parametrize(
