@@ -101,8 +101,8 @@ def hooks_left_out() -> Iterator[None]:
     with `weights_only`."""
     own = nn.Module.__dict__.get("__getstate__")
 
-    def state_of(module: nn.Module) -> dict[str, Any]:
-        state = dict(module.__dict__) if own is None else own(module)
+    def state_of(self: nn.Module) -> dict[str, Any]:
+        state = dict(self.__dict__) if own is None else own(self)
         ours = {i for name in _IDS_OF_HOOKS for i, hook in state[name].items() if isinstance(hook, Hook)}
         for name in _IDS_OF_HOOKS if ours else ():
             state[name] = OrderedDict((i, each) for i, each in state[name].items() if i not in ours)
