@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
+from jax_backend.mesh._device_mesh import axes_of, data_axes
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Grid:
 
     Attributes:
         spec: copies of the model x ranks of each copy.
-        devices: the devices in rank order.
+        devices: the devices in rank order; of a rank with several, the first one.
         mesh: the mesh of the arrays.
     """
 
@@ -45,7 +46,7 @@ class Grid:
             mesh = Mesh(np.array([device]), ("rank",)) if found is None else found
         if not isinstance(mesh, Mesh):
             raise UsageError(f"mesh: expected a jax Mesh of devices, got {type(mesh).__name__}")
-        cut = {axis for sharding in named for axis in _axes(sharding.spec)}
+        cut = {axis for sharding in named for entry in sharding.spec for axis in axes_of(entry)}
         order = sorted(range(len(mesh.axis_names)), key=lambda i: mesh.axis_names[i] in cut)
         devices = mesh.devices.transpose(order).flat
         shard = math.prod(size for name, size in mesh.shape.items() if name in cut)
@@ -62,7 +63,7 @@ class Grid:
         model. All processes call it."""
         if not isinstance(array, jax.Array):
             return dict.fromkeys(self.here, np.asarray(array))
-        array = self._replicated(array)
+        array = self._replicated(self._undivided(array))
         parts = {part.device: part for part in array.addressable_shards}
         found: dict[int, np.ndarray] = {}
         for rank in self.here:
@@ -85,6 +86,14 @@ class Grid:
             return array
         return jax.jit(lambda each: each, out_shardings=NamedSharding(self.mesh, P()))(array)
 
+    def _undivided(self, array: jax.Array) -> jax.Array:
+        """An array of which each device of a rank has all that the rank has. All processes call it."""
+        if len(self.devices) == self.mesh.size or not isinstance(array.sharding, NamedSharding):
+            return array
+        ranks = data_axes(self.mesh)
+        spec = P(*(tuple(axis for axis in axes_of(entry) if axis in ranks) or None for entry in array.sharding.spec))
+        return jax.jit(lambda each: each, out_shardings=NamedSharding(self.mesh, spec))(array)
+
     def _joined(self, array: jax.Array, parts: Any, rank: int, found: dict[int, np.ndarray]) -> np.ndarray:
         group = self.spec.shard_group(rank)
         there = [parts[self.devices[each]] for each in group]
@@ -101,6 +110,7 @@ class Grid:
         if isinstance(array, jax.Array):
             if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                 array = jax.random.key_data(array)
+            array = self._undivided(array)
             own = next((part for part in array.addressable_shards if part.device == self.devices[rank]), None)
             if own is not None and own.data.shape != array.shape:
                 return np.asarray(own.data)
@@ -115,8 +125,3 @@ class Grid:
         if np.shape(value) == ():
             return dict.fromkeys(self.here, float(value))
         return {rank: float(self.rows(value, rank)[0]) for rank in self.here}
-
-
-def _axes(spec: P) -> Iterable[str]:
-    for axis in spec:
-        yield from (axis,) if isinstance(axis, str) else axis or ()

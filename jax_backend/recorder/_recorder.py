@@ -103,7 +103,8 @@ class Recorder:
         model: the model, a module of flax or equinox. Class and options of its modules are recorded for `crossframe check`; of
             linen, without those of modules that are made while it is called. None: `params`, if they are a module of equinox.
         mesh: the mesh whose devices are the ranks; None: that of the parameters, or one device. A copy of the model is sharded
-            over the axes that shard any parameter; the other axes are replicas.
+            over the axes that shard any parameter; the other axes are replicas. ShardedParams have their own, and the devices of
+            a rank along model axes are recorded as one.
         param_map: canonical (torch) names and axis orders; None: the paths of the pytree. ShardedParams have their own.
         units: names of the modules that are units; None: the members of the longest list of modules. ShardedParams have their
             own.

@@ -1,5 +1,7 @@
 """ShardedParams recorded, in every layout, with what is inside of a step."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,11 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, norm
-from jax_backend import LossOutput, Recorder, make_mesh, scan, shard, sharded_optimizer, unshard
+from jax_backend import LossOutput, Recorder, apply_updates, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder._observed_loss import ObservedLoss
 from jax_backend.recorder._shards import ShardPieces
+from tests.on_jax.helpers import tensor_parallel
 from tests.on_jax.helpers.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.helpers.small import (
     ATOL,
@@ -73,6 +76,29 @@ def test_every_layout_is_rounding_away_from_one_device(tmp_path, one_device, lay
         np.testing.assert_allclose(found.full("state", 0, name, use="exp_avg_sq"), 0.001 * one**2, rtol=450 * EPS)
     if layout == "flat":
         assert list(found.manifest.units) == list(sharded.tree.units)
+
+
+def test_the_devices_of_a_rank_are_recorded_as_one(tmp_path):
+    _, sharded = tensor_parallel.on_mesh(tensor_parallel.PARALLEL)
+    optimizer = sharded_optimizer(optax.adamw(1e-2))
+    state = optimizer.init(sharded)
+    with Recorder(tmp_path / "r", sharded) as recorder:
+        result = recorder.value_and_grad(tensor_parallel.loss_fn)(sharded, tensor_parallel.tokens())
+        updates, state = jax.jit(optimizer.update)(result.grads, state, sharded)
+        after = apply_updates(sharded, updates)
+        recorder.step(params=after, grads=result.grads, loss=result.losses, opt_state=state)
+    found = Recording.open(tmp_path / "r")
+    assert found.manifest.world_size == 2
+    for name, rank in product(("embed", "head"), range(2)):
+        np.testing.assert_array_equal(found.unsharded(0, rank, name), tensor_parallel.params()[name])
+    grads, after = unshard(result.grads), unshard(after)
+    for name in ("up", "down", "scale"):
+        for layer in range(tensor_parallel.LAYERS):
+            called, last, grad = f"blocks.{layer}.{name}", after["blocks"][name][layer], grads["blocks"][name][layer]
+            np.testing.assert_array_equal(found.full("update", 0, called), last)
+            np.testing.assert_array_equal(found.full("reduce", 0, called), grad)
+            moment = found.full("state", 0, called, use="exp_avg")
+            np.testing.assert_allclose(moment, 0.1 * np.asarray(grad), rtol=45 * EPS, atol=EPS)
 
 
 def telling(params, batch):
