@@ -90,15 +90,15 @@ class Bucket:
         """Whether each rank's elements of a parameter are consecutive in row-major order."""
         return True
 
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree[tuple[int, ...]]:
         """The shape of the bucket's array, or the shapes of its arrays by parameter."""
         return (*self.lead, self.layout.gathered_numel)
 
-    def rank_partitions(self) -> Any:
+    def rank_partitions(self) -> PyTree[P]:
         """The PartitionSpec of the bucket's array over ranks, or those of its arrays by parameter."""
         return P(*(None,) * len(self.lead), SHARD_AXIS)
 
-    def partitions(self) -> Any:
+    def partitions(self) -> PyTree[P]:
         """`rank_partitions` with the model axes."""
         return self.rank_partitions()
 
@@ -126,7 +126,7 @@ class Bucket:
         """The inverse of `from_params`."""
         return self.layers.each(self._cut)(arrays)
 
-    def zero_padding(self, arrays: PyTree[jax.Array]) -> Any:
+    def zero_padding(self, arrays: PyTree[jax.Array]) -> PyTree[jax.Array]:
         """The arrays with 0 in the padding, whatever was there (R05). No mask is stored."""
         return zeroed(arrays, arrays.ndim - 1, self.layout.world_size, padding_of(self.layout))
 
@@ -144,11 +144,11 @@ class Bucket:
         """
         return numpy_views(self.layout, gathered) if isinstance(gathered, np.ndarray) else self._cut(gathered)
 
-    def operands(self) -> Any:
+    def operands(self) -> PyTree[Operand]:
         """What collectives move in one layer: the bucket's array, or each of its arrays by parameter."""
         return Operand(self.label, 0)
 
-    def unsharded_shapes(self) -> Any:
+    def unsharded_shapes(self) -> PyTree[tuple[int, ...]]:
         """The shape of the gathered array, or the shapes of the gathered arrays by parameter, in one layer."""
         return (self.layout.gathered_numel,)
 
@@ -156,7 +156,7 @@ class Bucket:
         """The parameters by canonical name, without padding, in one layer's gathered array or arrays."""
         return self._cut(arrays)
 
-    def shardings(self, mesh: Mesh) -> Any:
+    def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
         """`partitions` on a mesh."""
         is_partition = lambda node: isinstance(node, P)  # noqa: E731
         return jax.tree.map(lambda each: NamedSharding(mesh, each), self.partitions(), is_leaf=is_partition)
@@ -165,18 +165,18 @@ class Bucket:
         """Whether arrays have this bucket's form and shapes. Masks and empty nodes in an optimizer's state do not."""
         return bool(jax.tree.leaves(arrays)) and jax.tree.map(jnp.shape, arrays) == self.shapes()
 
-    def constrained(self, arrays: PyTree[jax.Array], mesh: Mesh) -> Any:
+    def constrained(self, arrays: PyTree[jax.Array], mesh: Mesh) -> PyTree[jax.Array]:
         """The arrays with this bucket's shardings, inside jit."""
         return jax.tree.map(lambda at, array: jax.lax.with_sharding_constraint(array, at), self.shardings(mesh), arrays)
 
-    def structs(self, mesh: Mesh) -> Any:
+    def structs(self, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
         """Its arrays without values."""
         dtype = numpy_dtype(self.layout.dtype)
         return jax.tree.map(
             lambda at, shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at), self.shardings(mesh), self.shapes()
         )
 
-    def assembled(self, mesh: Mesh, own: Callable[[int], Any]) -> Any:
+    def assembled(self, mesh: Mesh, own: Callable[[int], PyTree]) -> PyTree[jax.Array]:
         """Global arrays out of each rank's part.
 
         Args:

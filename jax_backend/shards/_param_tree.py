@@ -129,7 +129,7 @@ class ParamTree:
         """The number of ranks in a shard group."""
         return self.buckets[0].layout.world_size
 
-    def rank_partitions(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def rank_partitions(self, arrays: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """`Bucket.rank_partitions` of these buckets, by bucket."""
         return {name: self.by_name[name].rank_partitions() for name in arrays}
 
@@ -141,11 +141,11 @@ class ParamTree:
     def _owner(self) -> Mapping[str, str]:
         return dict(self.shared)
 
-    def views(self, bucket: str, gathered: Any) -> dict[str, Any]:
+    def views(self, bucket: str, gathered: PyTree[jax.Array]) -> dict[str, Any]:
         """`Bucket.views` of a bucket, by its name."""
         return self.by_name[bucket].views(gathered)
 
-    def params(self, gathered: Mapping[str, Any]) -> PyTree:
+    def params(self, gathered: Mapping[str, PyTree]) -> PyTree:
         """The user's pytree, in its own structure and axis order, from the gathered buffers of all buckets.
 
         Args:
@@ -166,7 +166,7 @@ class ParamTree:
         """The paths of a bucket's leaves; for a shared parameter, only its owner's."""
         return tuple(path for spec in bucket.layout.params for path in self.param_map.by_name[spec.name].paths)
 
-    def cut(self, bucket: Bucket, gathered: Any) -> dict[str, Any]:
+    def cut(self, bucket: Bucket, gathered: PyTree[jax.Array]) -> dict[str, Any]:
         """The leaves of the user's pytree, by path, in one bucket's gathered buffer."""
         return self.leaves_of(bucket, bucket.views(gathered))
 
