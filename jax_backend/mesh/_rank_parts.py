@@ -18,15 +18,13 @@ def part_of_rank(array: jax.Array, mesh: Mesh, rank: int) -> Any:
     """A rank's part of an array: a JAX array on its first device, or, if its devices divide it, in numpy.
 
     Raises:
-        UsageError: the rank has devices in another process.
+        UsageError: the rank is in another process, or has devices there.
     """
     parts = {part.device: part for part in array.addressable_shards}
     own = [parts[device] for device in devices_of(mesh, rank) if device in parts]
-    if len(own) < len(devices_of(mesh, rank)):
-        raise UsageError(
-            f"rank {rank} is in another process; this one has ranks {ranks_here(mesh)}"
-            + ("; make the mesh of devices of which those of a rank belong to one process" if own else "")
-        )
+    if not own:
+        raise UsageError(f"rank {rank} is in another process; this one has ranks {ranks_here(mesh)}")
+    check_in_one_process(mesh, rank)
     # (devices, dims, 2): the range of each device's part.
     ranges = np.array([[each.indices(size)[:2] for each, size in zip(part.index, array.shape, strict=True)]
                        for part in own]).reshape(len(own), array.ndim, 2)  # fmt: skip
@@ -38,6 +36,16 @@ def part_of_rank(array: jax.Array, mesh: Mesh, rank: int) -> Any:
     for part, each in zip(own, ranges, strict=True):
         whole[tuple(slice(*bounds) for bounds in each - first[:, None])] = np.asarray(part.data)
     return whole
+
+
+def check_in_one_process(mesh: Mesh, rank: int) -> None:
+    """Raise UsageError if the devices of a rank belong to several processes, so that none can read its shard."""
+    processes = sorted({device.process_index for device in devices_of(mesh, rank)})
+    if len(processes) > 1:
+        raise UsageError(
+            f"rank {rank} has devices in the processes {processes}: expected one process, to read its shard; give make_mesh the "
+            "devices in an order in which those of a rank belong to one process; jax_backend.orbax saves either"
+        )
 
 
 def from_rank_parts(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[int, Any]) -> jax.Array:

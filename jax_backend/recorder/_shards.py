@@ -12,6 +12,7 @@ from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
 from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks
+from jax_backend.mesh._rank_parts import check_in_one_process
 from jax_backend.optimizer._sharded_optimizer import true_shape
 from jax_backend.recorder._arrays import Pieces, slot_name, state_by_path
 from jax_backend.recorder._grid import Grid
@@ -34,6 +35,8 @@ class ShardPieces:
 
     def __init__(self, sharded: ShardedParams) -> None:
         mesh, self.tree = mesh_of(sharded), sharded.tree
+        for rank in range(num_ranks(mesh)):
+            check_in_one_process(mesh, rank)
         self.grid = Grid(mesh_spec(mesh), tuple(device_of(mesh, rank) for rank in range(num_ranks(mesh))), mesh)
         self._units = {bucket.name: _units(bucket) for bucket in self.tree.buckets}
         self.units = tuple(unit for units in self._units.values() for unit in units)

@@ -1,4 +1,6 @@
 # pyright: reportArgumentType=false
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from jax_backend import make_mesh, per_rank, value_and_grad
 from jax_backend.mesh._device_mesh import devices_of, num_ranks
+from jax_backend.mesh._rank_parts import check_in_one_process
 from tests.on_jax.helpers.small import mesh_of_size, small_loss
 
 
@@ -30,6 +33,14 @@ def test_R10_a_rank_has_the_devices_along_the_model_axes():
     assert mesh.axis_names == ("shard", "tp") and set(mesh.axis_types) == {AxisType.Auto}
     assert [devices_of(mesh, rank) for rank in range(num_ranks(mesh))] == [jax.devices()[:2], jax.devices()[2:4]]
     assert per_rank(np.zeros(3), mesh).addressable_shards[0].data.shape == (1, 3)
+
+
+def test_a_rank_with_devices_in_several_processes_has_no_readable_shard():
+    devices = np.array([SimpleNamespace(process_index=i) for i in (0, 0, 0, 1)], object).reshape(2, 2)
+    mesh = SimpleNamespace(devices=devices, shape={"shard": 2, "tp": 2}, axis_names=("shard", "tp"))
+    check_in_one_process(mesh, 0)
+    with pytest.raises(UsageError, match=r"rank 1 has devices in the processes \[0, 1\].*make_mesh.*orbax"):
+        check_in_one_process(mesh, 1)
 
 
 def test_too_few_devices_says_how_to_get_more():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ from jax_backend import (
     value_and_grad,
     writeback,
 )
+from jax_backend.orbax import ShardedRestore, ShardedSave
 from tests.on_jax.helpers.small import ATOL, ITEMSIZE
 from tests.on_jax.helpers.stacked import MODES
 from tests.on_jax.helpers.tensor_parallel import (
@@ -174,6 +176,10 @@ def test_checkpoints_move_between_meshes_with_and_without_model_axes(tmp_path):
     moved = load_checkpoint(tmp_path / "parallel", _zeros(alone), _zeros(other))
     assert moved[0].tree == alone.tree
     equal(unshard(moved[0]), unshard(sharded))
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        manager.save(0, args=ShardedSave(sharded, state))
+        manager.wait_until_finished()
+        _same_arrays(manager.restore(0, args=ShardedRestore(_zeros(alone), _zeros(other))), moved)
     save_checkpoint(tmp_path / "alone", *moved)
     _same_arrays(load_checkpoint(tmp_path / "alone", _zeros(sharded), _zeros(state)), (sharded, state))
 
