@@ -171,7 +171,9 @@ def compare(
     else:
         verdict, reason = conclude_by_bounds(pair, findings, where, island)
     directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None
-    evidence = evidence_from_bits(pair, findings, bits, verdict, names) if bitwise or verdict is Verdict.BUG else None
+    evidence = None
+    if bitwise or verdict is Verdict.BUG:
+        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=envelope is not None)
     evidence = evidence or evidence_from_cause(pair, findings, bits, verdict, names)
     evidence = evidence or evidence_from_direction(pair, findings, directions, envelope, where, names)
     if evidence is not None:

@@ -37,11 +37,15 @@ class Evidence:
 
 
 def evidence_from_bits(
-    pair: Pair, findings: Findings, bits: Bits | None, verdict: Verdict, names: tuple[str, str]
+    pair: Pair, findings: Findings, bits: Bits | None, verdict: Verdict, names: tuple[str, str], *, measured: bool
 ) -> Evidence | None:
     """Return the verdict from bits; None if bits are not evidence or change nothing.
 
-    A bug stays a bug, located where bits first differ unless the whole program is compiled.
+    A bug stays a bug, located where bits first differ unless the whole program is compiled. What exceeds a bound without perturbed
+    runs is one too: all before it is equal, so no optimizer has amplified any rounding.
+
+    Args:
+        measured: whether bounds are measured on perturbed runs.
     """
     first = findings.in_bits
     if (
@@ -68,7 +72,8 @@ def evidence_from_bits(
         reason = f"{reason} (the whole program is compiled, so the change may be elsewhere in the step)"
     if not bits.repeated:
         reason = f"{reason}. If the run may be nondeterministic, record either run again and pass that recording with --repeat"
-    return Evidence(Verdict.BUG if verdict is Verdict.BUG else Verdict.DIFFERENT, first, where, diagnosis, reason)
+    is_bug = verdict is Verdict.BUG or (first.beyond and not measured)
+    return Evidence(Verdict.BUG if is_bug else Verdict.DIFFERENT, first, where, diagnosis, reason)
 
 
 _LEAST_SHARE = 0.01

@@ -54,6 +54,14 @@ def test_a_quantity_of_another_dtype_is_located(pair):
     assert found.first_divergence and (found.first_divergence.step, found.first_divergence.parameter) == (0, "block.w")
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(1.5, Verdict.BUG), (1.001, Verdict.DIFFERENT)])
+def test_what_exceeds_its_bound_after_equal_steps_is_a_bug(pair, factor, verdict):
+    """In float32 without perturbed runs: no optimizer has amplified anything, since all before it is equal."""
+    found = compare(*pair(scaled("reduce", "embed", factor, step=1)))
+    assert found.verdict is verdict, found.reason
+    assert found.first_divergence and (found.first_divergence.step, found.first_divergence.phase) == (1, "reduce")
+
+
 def test_other_bits_in_one_program_are_no_rounding(pair):
     found = compare(*pair(nudged("output", "block")))
     assert found.first_divergence and found.first_divergence.module == "block"
