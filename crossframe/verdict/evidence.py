@@ -41,8 +41,8 @@ def evidence_from_bits(
 ) -> Evidence | None:
     """Return the verdict from bits; None if bits are not evidence or change nothing.
 
-    A bug stays a bug, located where bits first differ unless the whole program is compiled. What exceeds a bound without perturbed
-    runs is one too: all before it is equal, so no optimizer has amplified any rounding.
+    A bug stays a bug, located where bits first differ unless the whole program is compiled. What exceeds a bound without
+    perturbed runs is one too: all before it is equal, so no optimizer has amplified any rounding.
 
     Args:
         measured: whether bounds are measured on perturbed runs.
