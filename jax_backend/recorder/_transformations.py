@@ -75,7 +75,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
     return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
 
 
-@functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed
+@functools.wraps(_with_sharding_constraint)
 def with_sharding_constraint(x: Any, shardings: Any) -> Any:
     """`jax.lax.with_sharding_constraint`, through which values are followed."""
     result = _with_sharding_constraint(x, shardings)
@@ -85,6 +85,7 @@ def with_sharding_constraint(x: Any, shardings: Any) -> Any:
     return result
 
 
+@functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed
 def shard_map(f: Any = None, /, **options: Any) -> Any:
     if f is None:
         return functools.partial(shard_map, **options)

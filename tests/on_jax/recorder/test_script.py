@@ -1,5 +1,6 @@
 """Scripts that know nothing of the recorder, recorded: what is recorded against what they compute."""
 
+import inspect
 import os
 import runpy
 import sys
@@ -16,6 +17,7 @@ from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from jax_backend.recorder import script
+from jax_backend.recorder._patches import Patches
 from tests.on_jax.helpers.scripts import (
     ADDED_BY_HAND,
     ADDED_IN_A_SCAN,
@@ -199,6 +201,13 @@ def test_gradients_that_the_optimizer_does_not_get_are_left_out(tmp_path, run):
     found = Recording.open(tmp_path / "out")
     assert found.losses()[:, 0].tolist() == variables["losses"]
     assert {microbatch for microbatch, _, _ in found.activations(0)} == {0}
+
+
+def test_a_replaced_function_has_the_signature_of_its_own():
+    """haliax looks for the name of an option of `shard_map` that JAX has changed."""
+    own = [inspect.signature(each) for each in (jax.shard_map, jax.lax.with_sharding_constraint)]
+    with Patches():
+        assert [inspect.signature(each) for each in (jax.shard_map, jax.lax.with_sharding_constraint)] == own
 
 
 # A bare array, with the shape of Adam's count, whose sharding is constrained before and after the step.
