@@ -16,6 +16,7 @@ def add_commands(app: typer.Typer) -> None:
 def public_scripts(
     repositories: Annotated[Path, typer.Argument(help="Folder with a clone of each repository, called owner+name")],
     only: Annotated[list[str] | None, typer.Option(help="Only this case. May be repeated. Default: all")] = None,
+    name: Annotated[str, typer.Option("--set", help="first or second")] = "first",
     cache: Annotated[Path, typer.Option(help="Folder for packages that the scripts need")] = Path("runs/public"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Only run the scripts, without recording")] = False,
@@ -24,5 +25,5 @@ def public_scripts(
     from experiments.public_scripts.run import run_public_scripts
 
     with exit_on_error():
-        options = {"cache": cache, "output": output, "console": console, "plain": plain}
+        options = {"name": name, "cache": cache, "output": output, "console": console, "plain": plain}
         raise typer.Exit(run_public_scripts(repositories, only or (), **options))

@@ -26,7 +26,7 @@ from experiments.environments import CODE, install_packages, run
 from experiments.untouched.run import place_of, said_in
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "public_scripts.json"
+SETS = {"first": "cases.toml", "second": "second.toml"}
 _MOST = 1_000_000
 """Characters of the output of a script."""
 _LOSS = re.compile(r"\bloss[\s=:]+(-?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
@@ -81,27 +81,41 @@ class Script:
         return f"recorded, {self.steps} steps" if self.steps else "refused"
 
 
-def scripts_of(path: Path = HERE / "cases.toml") -> list[Script]:
-    """All cases."""
+def scripts_of(name: str = "first") -> list[Script]:
+    """All cases of a set.
+
+    Raises:
+        UsageError: no set of this name.
+    """
+    if name not in SETS:
+        raise UsageError(f"public-scripts: --set: expected one of {', '.join(SETS)}, got {name!r}")
     found = []
-    for each in tomllib.loads(path.read_text())["scripts"]:
+    for each in tomllib.loads((HERE / SETS[name]).read_text())["scripts"]:
         mistake = Mistake(**each.pop("mistake")) if "mistake" in each else None
         found.append(Script(**each, mistake=mistake))
     return found
 
 
 def run_public_scripts(
-    repositories: Path, only: Sequence[str], *, cache: Path, output: Path | None, console: Console, plain: bool = False
+    repositories: Path,
+    only: Sequence[str],
+    *,
+    name: str,
+    cache: Path,
+    output: Path | None,
+    console: Console,
+    plain: bool = False,
 ) -> int:
     """Run cases and write their results; returns the exit status, 0 if all answers are right.
 
     Args:
         repositories: a folder with a clone of each repository, called owner+name.
         only: names of cases. Empty: all.
+        name: of the set.
         output: JSON of results, and beside it Markdown. Results of other cases that it has are kept.
         plain: only run the scripts as they are, and show how they end.
     """
-    scripts, target = scripts_of(), output or RESULTS
+    scripts, target = scripts_of(name), output or HERE / "results" / f"{name}.json"
     if unknown := set(only) - {each.name for each in scripts}:
         raise UsageError(f"public-scripts: expected names of cases, got {sorted(unknown)}")
     packages = install_packages("public-scripts", HERE / "requirements.txt", cache, console)

@@ -9,8 +9,9 @@ from experiments.public_scripts import run as subject
 from experiments.public_scripts.run import Mistake, Script, judge, scripts_of, table_of
 
 
-def test_cases_are_complete():
-    scripts = scripts_of()
+@pytest.mark.parametrize("name", subject.SETS)
+def test_cases_are_complete(name):
+    scripts = scripts_of(name)
     assert len({script.name for script in scripts}) == len(scripts)
     assert all(len(script.commit) == 40 and script.repository.count("/") == 1 for script in scripts)
     assert all(script.steps for script in scripts if script.mistake)
