@@ -123,7 +123,7 @@ def run_public_scripts(
     right = True
     for script in [each for each in scripts if not only or each.name in only]:
         with tempfile.TemporaryDirectory(prefix="public-scripts-") as folder:
-            work = _Work(script, repositories, packages, Path(folder))
+            work = Work(script, repositories, packages, Path(folder))
             if plain:
                 status, printed = work.run("plain", script.replace)
                 console.print(f"{script.name}: {status}\n{printed[-600:]}", markup=False)
@@ -140,7 +140,7 @@ def run_public_scripts(
     return int(not right)
 
 
-class _Work:
+class Work:
     """A folder in which a script runs, with and without recording."""
 
     def __init__(self, script: Script, repositories: Path, packages: Path, folder: Path) -> None:
@@ -191,7 +191,7 @@ class _Work:
         return said_in(report, status, said, self.folder)
 
 
-def judge(work: _Work) -> dict[str, Any]:
+def judge(work: Work) -> dict[str, Any]:
     """What was answered for one script, and what of it is not as expected."""
     script, wrong = work.script, []
     status, plain = work.run("plain", script.replace)

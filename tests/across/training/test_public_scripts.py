@@ -6,7 +6,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from experiments.public_scripts import run as subject
-from experiments.public_scripts.run import Mistake, Script, judge, scripts_of, table_of
+from experiments.public_scripts.run import Mistake, Script, Work, judge, scripts_of, table_of
 
 
 @pytest.mark.parametrize("name", subject.SETS)
@@ -41,19 +41,19 @@ def test_a_script_runs_where_it_lies_with_its_data_and_replacements(tmp_path, cl
         "one", "owner/name", clone, "scripts/train.py", take=("scripts", "package"), root=".", options="--a 1",
         before="open('data.txt', 'w').write('data')", replace=(("package/of_the_root.py", "here", "there"),),
     )  # fmt: skip
-    work = subject._Work(script, tmp_path / "clones", tmp_path, tmp_path / "work")
+    work = Work(script, tmp_path / "clones", tmp_path, tmp_path / "work")
     assert work.run("plain", script.replace) == (0, "there data ['--a', '1'] loss: 1.5\n")
     with pytest.raises(UsageError, match=r"one: expected a text of train.py to replace, got 'absent'"):
         work.run("edited", [("absent", "")])
     with pytest.raises(UsageError, match=r"expected a clone at .*git clone https://github.com/owner/other"):
-        subject._Work(Script("two", "owner/other", clone, "a.py"), tmp_path, tmp_path, tmp_path).run("plain", ())
+        Work(Script("two", "owner/other", clone, "a.py"), tmp_path, tmp_path, tmp_path).run("plain", ())
 
 
-class _Said:
+class _Said(Work):
     """Answers instead of runs."""
 
-    def __init__(self, script, runs, verdicts, folder, steps):
-        self.script, self.folder = script, folder
+    def __init__(self, script, runs, verdicts, folder):
+        super().__init__(script, folder, folder, folder)
         self._runs, self._verdicts = iter(runs), iter(verdicts)
 
     def run(self, name, replace, *, recorded=False):
@@ -82,7 +82,7 @@ def test_answers_are_judged(tmp_path, monkeypatch, steps, runs, verdicts, wrong)
     script = Script("one", "owner/name", "", "a.py", steps=steps, mistake=mistake)
     where = {"phase": "reduce", "event": "reduce", "step": 1, "parameter": "w"}
     said = [{"verdict": each, **({"first_divergence": where} if each == "bug" else {})} for each in verdicts]
-    found = judge(_Said(script, runs, said, tmp_path, steps))
+    found = judge(_Said(script, runs, said, tmp_path))
     assert found["wrong"] == wrong
     row = {"case": "one", "expected": script.expected, **found, "first": found}
     assert ("(wrong)" in table_of([row])) is bool(wrong)
