@@ -234,8 +234,11 @@ def judge(work: Work) -> dict[str, Any]:
 
 
 def _found(answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "") -> dict[str, Any]:
-    said = " ".join(message.replace(f"{CODE}/", "").split())
-    said = re.sub(r"/tmp/public-scripts-\w+/", "", said)[-1500:] if wrong else ""
+    said = (
+        " ".join(message.replace(f"{tempfile.gettempdir()}/", "").replace(f"{CODE}/", "").split())[-1500:]
+        if wrong
+        else ""
+    )
     return {"answer": answer, "again": again, "mistake": mistake, "wrong": list(wrong), "message": said}
 
 

@@ -155,9 +155,8 @@ def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
     """
     found, names, counts, known = StateByPath(), fields_in_torch(state), counts_of(state), set(paths)
     for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        if not jnp.issubdtype(
-            jnp.result_type(leaf), jnp.floating
-        ):  # a count, which has the path and shape of a bare scalar
+        # A count has the path and the shape of a parameter that is a bare scalar.
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             continue
         for first in range(len(key) + 1):
             path, before = path_name(key[first:]), key[:first]

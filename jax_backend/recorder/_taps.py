@@ -164,7 +164,7 @@ class Collector:
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
         is_scan: whether the function is the body of a scan.
         described: what is known of the program's modules, which all collectors share.
-        constrained: by the id of a result of `with_sharding_constraint`, the result and what it was given.
+        constrained: by the id of a result of `with_sharding_constraint`, the result and its argument.
     """
 
     trace: Any
@@ -180,7 +180,7 @@ class Collector:
     constrained: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def constrain(self, given: Any, results: Any) -> None:
-        """Note that results have the values of what was given, in another place."""
+        """Note that results have the same values as the given leaves, with another sharding."""
         for value, result in zip(jax.tree.leaves(given), jax.tree.leaves(results), strict=True):
             self.constrained[id(result)] = result, value
             if id(value) in self.paths:

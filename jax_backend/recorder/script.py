@@ -378,10 +378,12 @@ class ScriptRecorder:
 
     # Steps
 
-    def _begin(self, params: Any, num_gradients: int = 1) -> Recorder:
+    def _begin(self, params: Any, num_gradients: int | None = None) -> Recorder:
         stated: dict[str, Any] = {} if self.forward_only else noted.settings()
         options = dict(self._options)
-        stated[PROGRAM] = program(compiled=self._is_compiled) | {GRADIENTS: num_gradients}
+        stated[PROGRAM] = program(compiled=self._is_compiled)
+        if num_gradients is not None:  # not of forward alone
+            stated[PROGRAM][GRADIENTS] = num_gradients
         settings = stated | dict(options.pop("settings", None) or {})
         recorder = Recorder(
             self._directory,

@@ -92,7 +92,7 @@ _IDS_OF_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-"""The attributes of a module that have something for the id of each hook."""
+"""The dicts of a module whose keys are ids of hooks."""
 
 
 @contextmanager
@@ -103,8 +103,9 @@ def hooks_left_out() -> Iterator[None]:
 
     def state_of(self: nn.Module) -> dict[str, Any]:
         state = dict(self.__dict__) if own is None else own(self)
-        ours = {i for name in _IDS_OF_HOOKS for i, hook in state[name].items() if isinstance(hook, Hook)}
-        for name in _IDS_OF_HOOKS if ours else ():
+        held = [name for name in _IDS_OF_HOOKS if name in state]
+        ours = {i for name in held for i, hook in state[name].items() if isinstance(hook, Hook)}
+        for name in held if ours else ():
             state[name] = OrderedDict((i, each) for i, each in state[name].items() if i not in ours)
         return state
 

@@ -64,7 +64,7 @@ class ScriptRecorder:
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._stepped: set[int] = set()
-        self._partless: set[tuple[int, int]] = set()
+        self._without_whole: set[tuple[int, int]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -191,15 +191,19 @@ class ScriptRecorder:
             own: the ids of the parameters of the part.
         """
         wanted = [params for ref in self._made if (made := ref()) is not None and own & (params := _params_of(made))]
-        if not wanted or (id(part), len(wanted)) in self._partless:
+        if not wanted or (id(part), len(wanted)) in self._without_whole:
             return None
-        self._partless.add((id(part), len(wanted)))
+        self._without_whole.add((id(part), len(wanted)))
+        found = []
         for each in gc.get_objects():
-            if issubclass(type(each), nn.Module) and lacks_forward(each) and any(one is part for one in each.modules()):
+            # Of modules that are being made, or whose __init__ failed, nothing can be asked.
+            if not issubclass(type(each), nn.Module) or "_modules" not in vars(each) or not lacks_forward(each):
+                continue
+            if any(one is part for one in each.modules()):
                 ids = {id(param) for param in each.parameters()}
                 if any(ids >= params for params in wanted):
-                    return each
-        return None
+                    found.append((len(ids), each))
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
