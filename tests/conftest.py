@@ -18,6 +18,12 @@ from tests.ranks import Ranks, started_ranks
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Several processes share the processors. With two threads each, an operation on a few numbers waits until both threads have had
+# their turn: tests take twice the time, on a busy machine ten times. Read when torch and numpy are imported, here and in what
+# tests start.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
 EXHAUSTIVE = "CROSSFRAME_EXHAUSTIVE_TESTS"
 JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
 """Set: neither jax_enable_x64 nor flags of XLA. No option, since tests/on_jax/conftest.py is read before options are."""

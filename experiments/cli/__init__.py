@@ -1,1 +1,1 @@
-"""The `crossframe` command line: commands and their options, and how they print and end."""
+"""The command line of `python -m experiments`: commands and their options, and how they print and end."""
