@@ -10,7 +10,7 @@ of an activation is computed again too, which costs a copy, and a result of para
 activation.
 
 JAX applies the policy also inside of a jax.checkpoint in the loss function, whose own policy then has no effect: all activations
-are saved. `remat` hides the recomputation from it in a custom_vjp; a loop over layers uses it to save less (`keeps_sums`).
+are saved. `remat` hides the recomputation from it in a custom_vjp, and a loop over layers its residuals (`keeping_residuals`).
 
 XLA decides in the end. Up to JAX 0.11.0 its CPU compiler drops the barrier that jax.checkpoint puts before backward and merges
 each second gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
@@ -127,14 +127,57 @@ def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callab
     Returns:
         `fun`, for reverse-mode differentiation.
     """
+    return _differentiated(fun, lambda converted: _vjp_of(jax.checkpoint(converted, policy=policy)))
+
+
+def keeping_residuals(fun: Callable) -> Callable:
+    """`fun`, whose residuals a jax.checkpoint around it saves as they are.
+
+    [Note: a policy reaches into loops] The policy is applied to the operations inside of a loop, not to what the loop stacks for
+    backward. JAX saves a stack of each result that the policy names, and before backward runs a loop that makes the residuals out
+    of them: copies of the same activations, and the carries. So forward is one operation here, with its residuals as results.
+    """
+
+    def forward_of(converted: Callable) -> Callable:
+        def forward(*given: Any) -> Any:
+            structures = []
+
+            def flat(*given: Any) -> list[Any]:
+                leaves, structure = jax.tree.flatten(jax.vjp(converted, *given))
+                structures.append(structure)
+                return leaves
+
+            # Flat, since the structure contains jaxprs, which differ between traces of one function.
+            leaves = _one_operation(flat, _vjp_of(flat))(*given)
+            return jax.tree.unflatten(structures[0], leaves)
+
+        return forward
+
+    return _differentiated(fun, forward_of)
+
+
+def _differentiated(fun: Callable, forward_of: Callable[[Callable], Callable]) -> Callable:
+    """`fun` with the forward pass that `forward_of` makes of it. Arrays that it closes over are differentiated too."""
 
     @wraps(fun)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         converted, closed_over = jax.closure_convert(lambda *given: fun(*given, **kwargs), *args)
-        call = jax.custom_vjp(converted)
-        recomputed = jax.checkpoint(converted, policy=policy)
-        # What is saved is in the second result, a function that is a pytree.
-        call.defvjp(lambda *given: jax.vjp(recomputed, *given), lambda pullback, cotangents: pullback(cotangents))
-        return call(*args, *closed_over)
+        return _one_operation(converted, forward_of(converted))(*args, *closed_over)
 
-    return checkpointed
+    return call
+
+
+def _vjp_of(fun: Callable) -> Callable:
+    """From arguments to the result of `fun` and its pullback, a function that is a pytree."""
+    return lambda *given: jax.vjp(fun, *given)
+
+
+def _one_operation(fun: Callable, forward: Callable) -> Callable:
+    """`fun` as one operation to the policy of a jax.checkpoint.
+
+    Args:
+        forward: from arguments to the result and a pullback.
+    """
+    call = jax.custom_vjp(fun)
+    call.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
+    return call

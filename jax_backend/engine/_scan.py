@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
-from jax_backend.engine._remat import keeps_sums, remat
+from jax_backend.engine._remat import keeping_residuals, keeps_sums
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 
@@ -101,5 +101,9 @@ def scan(
         return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
     # In addition to the checkpoint around the whole loss, which would gather all layers in a loop before backward.
-    loop = remat(layer, policy=keeps_sums) if stack.frees else layer
-    return jax.lax.scan(loop, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)
+    each_layer = jax.checkpoint(layer, policy=keeps_sums) if stack.frees else layer
+
+    def loop(init: Any, sliced: dict[str, Any], xs: Any) -> Any:
+        return jax.lax.scan(each_layer, init, (sliced, xs), reverse=reverse, unroll=unroll)
+
+    return (keeping_residuals(loop) if stack.frees else loop)(init, stack.sliced, xs)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_backend import remat, scan, shard, unshard, value_and_grad
 from jax_backend.programs._jaxpr import inner_jaxprs, num_scan_operands
 from tests.on_jax.helpers.small import ATOL, RTOL, mesh_of_size, small_batch
-from tests.on_jax.helpers.stacked import stacked_params
+from tests.on_jax.helpers.stacked import MODES, stacked_params
 
 DEPTH = 4
 
@@ -37,15 +37,14 @@ def loss_with(checkpoint):
     return loss
 
 
-def step_of(checkpoint, **options):
+def step_of(checkpoint, mode="shard_map", **options):
     mesh = mesh_of_size(2)
     sharded = shard(stacked_params(), mesh, stacked=("blocks",), **options)
-    return value_and_grad(loss_with(checkpoint), mesh), sharded
+    return value_and_grad(loss_with(checkpoint), mesh, mode=mode), sharded
 
 
-def num_saved(checkpoint):
-    """The number of activations of a layer that the loop of forward saves for backward."""
-    step, sharded = step_of(checkpoint)
+def loops(checkpoint, mode="shard_map"):
+    """The loops of a step, as equations."""
 
     def scans(jaxpr):
         for equation in jaxpr.eqns:
@@ -54,7 +53,13 @@ def num_saved(checkpoint):
             for inner in inner_jaxprs(equation):
                 yield from scans(inner)
 
-    (first, *_) = scans(jax.make_jaxpr(step)(sharded, small_batch()).jaxpr)
+    step, sharded = step_of(checkpoint, mode)
+    return list(scans(jax.make_jaxpr(step)(sharded, small_batch()).jaxpr))
+
+
+def num_saved(checkpoint):
+    """The number of activations of a layer that the loop of forward saves for backward."""
+    first, *_ = loops(checkpoint)
     return sum(var.aval.shape[-2:] == (6, 5) for var in first.outvars[num_scan_operands(first.params)[1] :])
 
 
@@ -64,6 +69,12 @@ def test_activations_are_computed_again_where_units_are_resharded():
     assert num_saved(jax.checkpoint) == 1 + DEPTH  # without effect, which is why there is `remat`
     assert num_saved(remat) == 1
     assert num_saved(partial(remat, policy=jax.checkpoint_policies.save_only_these_names("product 2"))) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpoint", [pytest.param(lambda block: block, id="plain"), remat])
+def test_inputs_of_layers_are_saved_and_not_looped_over_again(checkpoint, mode):
+    assert len(loops(checkpoint, mode)) == 2  # forward and backward
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -76,3 +87,22 @@ def test_gradients_are_those_without_recomputation(reshard):
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert np.any(b)
         np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_contains_a_gradient_through_a_loop_is_differentiated(mode):
+    def penalty(params, batch):
+        def outputs(x):
+            hidden, _ = scan(lambda hidden, own, _: (jnp.tanh(hidden @ own["kernel"]), None), x, params["blocks"])
+            return (hidden @ params["out"]).sum()
+
+        return jnp.mean(jax.grad(outputs)(batch["x"] @ params["inp"]) ** 2)
+
+    mesh, params, batch = mesh_of_size(2), stacked_params(), small_batch()
+    sharded = shard(params, mesh, stacked=("blocks",), frozen=("blocks",))
+    found = unshard(sharded.with_trainable(value_and_grad(penalty, mesh, mode=mode)(sharded, batch).grads))
+    halves = [jax.tree.map(lambda leaf, half=half: np.split(leaf, 2)[half], batch) for half in (0, 1)]
+    wanted = jax.grad(lambda params: sum(penalty(params, half) for half in halves) / 2)(params)
+    for name in ("inp", "out"):
+        assert np.any(wanted[name])
+        np.testing.assert_allclose(found[name], wanted[name], rtol=RTOL, atol=ATOL)
