@@ -61,6 +61,8 @@ def test_each_kind_of_fault(source, expected):
         "x = f'{a + 3}'",
         "x = 'a message of some words'",
         "x = zip(a, strict=c)",
+        "x = f(a.b, a.b)",
+        "x = a.reshape(-1)",
         "__all__ = ['a']",
         "class A(Protocol):\n    x = 3",
     ],
