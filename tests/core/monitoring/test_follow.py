@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from crossframe.cli import watch as watch_module
 from crossframe.cli.commands import app
 from crossframe.errors import RecordingError, UsageError
-from crossframe.monitoring import Alarm, Follower, Kind, Monitor
+from crossframe.monitoring import Alarm, Follower, Kind, Monitor, baseline
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.live import LiveRecording
@@ -139,8 +139,8 @@ def test_faults_raise_alarms_that_name_them(tmp_path, made, tamper, kind, text):
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
-        pytest.param({"skips": lambda step, name: step > 0 and name == "embed.weight"}, "did not change in", id="kept"),
-        pytest.param({"rate": 50 * faulty.RATE}, "moved by", id="moved"),
+        pytest.param({"skips": lambda step, name: step > 0 and name == "embed.weight"}, "the parameter 'embed.weight' did not change in", id="kept"),
+        pytest.param({"rate": 50 * faulty.RATE}, "the parameter 'embed.weight' and 7 more moved by", id="moved"),
     ],
 )
 def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, text, monkeypatch):
@@ -189,6 +189,18 @@ def test_a_run_that_leaves_the_spread_of_its_baseline_is_an_alarm(tmp_path):
     assert status == 1 and alarm["kind"] == "baseline" and "output of module 'norm'" in alarm["text"]
     status, said = run(tmp_path / "right", "--baseline", tmp_path / "wrong")
     assert status == 2 and "--perturbed-runs" in said
+
+
+def test_a_run_outside_of_its_baseline_is_not_compared_again(tmp_path, monkeypatch):
+    faulty.record(tmp_path / "base", dtype="float32")
+    for number in (1, 2):
+        faulty.record(tmp_path / "base" / f"twin{number:05d}", noise=number, dtype="float32")
+    wrong = faulty.record(tmp_path / "wrong", faulty.Faults(epsilon=1e-2), noise=9, dtype="float32")
+    rule, compared = baseline.BaselineRule(tmp_path / "base"), []
+    own = baseline.compare
+    monkeypatch.setattr(baseline, "compare", lambda *args, **options: compared.append(args) or own(*args, **options))
+    answers = [rule.add(wrong.first(num_steps))[1] for num_steps in range(1, wrong.num_steps + 1)]
+    assert len(answers) > 2 and answers[0] and not any(answers[1:]) and len(compared) == 1
 
 
 def test_the_command_shows_a_run_and_exits_by_what_it_found(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.spread import eccentricity, margin, spread_of
 from crossframe.verdict.steady import Steady
@@ -220,6 +221,10 @@ def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_a
     steady.note([small])
     assert not steady.of(after).b.any()
     assert (steady.of(replace(after, late=True)).b == after.b).all()
+    # Sums of a sketch are no elements.
+    steady = Steady(lambda _: 1.0)
+    steady.note([replace(small, sketches=tuple(sketches_of([small.a, small.b])))])
+    assert steady.of(after) is after
     # A gradient that is just zero on both sides leaves nothing to luck.
     steady = Steady(lambda _: 1.0)
     steady.note(

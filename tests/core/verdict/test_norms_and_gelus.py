@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.norms_and_gelus import Recogniser
+from crossframe.verdict.norms_and_gelus import Estimates, Recogniser
 from tests.core.helpers.quantities import quantity
 
 LOW = numpy_dtype("bfloat16")
@@ -35,6 +35,12 @@ def test_a_batch_norm_is_recognised_whose_every_operation_rounds(bias):
     y = low(low(low(apart * reciprocal) * WEIGHT) + bias)
     found = estimates(x, y)
     assert found.gain == 0.0 and len(found.statistics) == 8
+
+
+def test_the_gain_is_that_of_channels_that_vary_by_however_little():
+    squares = np.array([0.25, 0.0])
+    assert Estimates(gains=np.stack([squares, squares, 1.1 * squares, squares])).gain == pytest.approx(0.1)
+    assert Estimates(gains=np.zeros((4, 2))).gain is None
 
 
 @pytest.mark.parametrize(("off", "recognised"), [(0.015, True), (0.025, False)])
