@@ -205,13 +205,13 @@ class _Matcher:
 
     def _by_other_layers(self) -> None:
         """Match modules as in other layers: by the same names below two matched modules."""
-        below = {}
+        below: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for module, other in self._pairs.items():
             for outer, inner in self._enclosing_pairs(module, other):
-                below.setdefault((module[len(outer) :], _kind(outer)), set()).add((other[len(inner) :], _kind(inner)))
+                below.setdefault((module[len(outer) :], _kind(outer)), []).append((other[len(inner) :], _kind(inner)))
         modules, others = self._open()
         for module in modules:
-            for outer, inner in self._pairs.items():
+            for outer, inner in list(self._pairs.items()):  # it grows
                 if not outer or not _is_in(module, outer):
                     continue
                 for rest, kind in below.get((module[len(outer) :], _kind(outer)), ()):

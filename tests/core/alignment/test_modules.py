@@ -78,6 +78,35 @@ def test_modules_are_matched_before_and_after_a_fault(fault):
     assert all(ours[1] == theirs[1] and form is None for ours, (theirs, form) in found.items())
 
 
+def test_behind_a_fault_a_module_is_matched_as_in_layers_before_it():
+    """One of two modules without parameters has no counterpart, so that places do not tell which."""
+
+    def layers(outer, up, act, down, *others, fault):
+        found = {}
+        for layer in range(3):
+            for i, module in enumerate(("", up, act, down, *others)):
+                for j, use in enumerate(("input", "output")):
+                    key = f"{outer}.{layer}.{module}" if module else f"{outer}.{layer}"
+                    found[key, use] = values(layer, 2 * i + j + 20 * (fault and (layer, j) > (0, 1)))
+        order = ["", up, *others, act, down]  # as forward calls them
+        return Run(
+            {
+                of: found[of]
+                for of in sorted(
+                    found, key=lambda of: (of[0].split(".")[1], order.index(of[0].partition(".")[2].partition(".")[2]))
+                )
+            }
+        )
+
+    first, second = (
+        layers("h", "up", "gelu", "down", "drop", fault=False),
+        layers("layers", "wi", "act", "wo", fault=True),
+    )
+    found = modules_of(match_activations(first, second, MAP))
+    assert [found.get(f"h.{i}.gelu") for i in range(3)] == [f"layers.{i}.act" for i in range(3)]
+    assert not any(name.endswith("drop") for name in found)
+
+
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
