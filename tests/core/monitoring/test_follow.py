@@ -139,8 +139,12 @@ def test_faults_raise_alarms_that_name_them(tmp_path, made, tamper, kind, text):
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
-        pytest.param({"skips": lambda step, name: step > 0 and name == "embed.weight"}, "the parameter 'embed.weight' did not change in", id="kept"),
-        pytest.param({"rate": 50 * faulty.RATE}, "the parameter 'embed.weight' and 7 more moved by", id="moved"),
+        pytest.param(
+            {"skips": lambda step, name: step > 0 and name == "embed.weight"},
+            "the parameter 'embed.weight' did not change in",
+            id="kept",
+        ),
+        pytest.param({"rate": 50 * faulty.RATE}, "and 7 more moved by", id="moved"),
     ],
 )
 def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, text, monkeypatch):
