@@ -28,6 +28,8 @@ def solve(canonical: np.ndarray, array: np.ndarray) -> Rearrangement | None:
     """
     if canonical.shape == array.shape and same_bits(canonical, array):
         return Rearrangement.transposing(tuple(range(array.ndim)))
+    if not array.size:
+        return None  # no element tells where another dim comes from
     first, second = element_hashes(canonical), element_hashes(array)
     found = _joining(first, second)
     if found is None and (back := _joining(second, first)) is not None:
@@ -40,7 +42,13 @@ def rearrangements(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[
 
     >>> [each.text for each in rearrangements((4, 4), (4, 4))]
     ['a b -> a b', 'a b -> b a']
+
+    Shapes without elements have none but the one that changes nothing.
     """
+    if 0 in (*first, *second):
+        if first == second:
+            yield Rearrangement.transposing(tuple(range(len(first))))
+        return
     for one, other, inverted in ((first, second, False), (second, first, True)):
         dims = [dim for dim, size in enumerate(one) if size > 1]
         for sets in _assignments([one[dim] for dim in dims], other, ()):

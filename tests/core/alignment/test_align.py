@@ -1,6 +1,7 @@
 """Alignment of two models by their values: names, dims and grouping differ, and nothing else is given."""
 
 import itertools
+from random import Random
 
 import ml_dtypes
 import numpy as np
@@ -233,3 +234,60 @@ def test_similar_gradients_decide_unless_an_exchange_is_better(degrees):
     )
     decided = {name: entry.path for name, entry in found.param_map.by_name.items()}
     assert decided == ({} if degrees[0] > 0 else {"key": "first", "query": "second"})
+
+
+def _random_value(random, numbers, shape):
+    kind = random.choice(["normal"] * 6 + ["zeros", "ones", "few", "counted", "nan"])
+    made = {
+        "normal": lambda: numbers.normal(size=shape),
+        "zeros": lambda: np.zeros(shape),
+        "ones": lambda: np.ones(shape),
+        "few": lambda: numbers.integers(0, 3, size=shape),
+        "counted": lambda: np.arange(np.prod(shape, dtype=int)).reshape(shape),
+        "nan": lambda: np.full(shape, np.nan),
+    }[kind]()
+    return made.astype(np.float32)
+
+
+def _random_models(seed):
+    """A model, and another one that joins, stacks, cuts, pads, drops or rearranges its parameters."""
+    random, numbers = Random(seed), np.random.default_rng(seed)
+    width = random.choice([1, 4, 6])
+    shapes = {"q": (width, width), "k": (width, width), "up": (2 * width, width), "norm": (width,)}
+    shapes |= {"conv": (width, width, 3), "scale": (), "empty": (0, width)}
+    first = {
+        f"h.{layer}.{name}.weight": _random_value(random, numbers, shape)
+        for layer in range(random.randint(1, 3))
+        for name, shape in random.sample(list(shapes.items()), random.randint(1, 6))
+    }
+    second, waiting = {}, list(first)
+    while waiting:
+        value, name = first[waiting[0]], waiting.pop(0)
+        following = first[waiting[0]] if waiting and first[waiting[0]].shape == value.shape else None
+        match random.choice(["join", "stack", "cut", "pad", "drop", "other", "move", "move", "move", "move"]):
+            case "join" if following is not None and value.ndim:
+                second[name] = np.concatenate([value, first[waiting.pop(0)]])
+            case "stack" if following is not None:
+                second[name] = np.stack([value, first[waiting.pop(0)]])
+            case "cut" if value.ndim and value.shape[0] > 1 and value.shape[0] % 2 == 0:
+                second |= {f"{name}.{i}": half for i, half in enumerate(np.split(value, 2))}
+            case "pad" if value.ndim:
+                second[name] = np.concatenate([value, np.zeros((2, *value.shape[1:]), np.float32)])
+            case "drop" if second:
+                pass
+            case "other":
+                second[name] = _random_value(random, numbers, value.shape)
+            case _:
+                moved = value.transpose(random.sample(range(value.ndim), value.ndim))
+                split = moved.ndim and random.random() < 0.5 and moved.shape[0] % 2 == 0
+                second[name] = moved.reshape(2, moved.shape[0] // 2, *moved.shape[1:]) if split else moved
+    gradients = ({n: numbers.normal(size=v.shape) for n, v in side.items()} for side in (first, second))
+    return first, second, tuple(gradients) if random.random() < 0.5 else None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_aligned_has_the_values_of_the_other_model(seed):
+    first, second, gradients = _random_models(seed)
+    for entry in align(first, second, gradients).param_map.entries:
+        found = entry.to_canonical(*(second[path] for path in entry.paths))
+        assert np.array_equal(found, first[entry.name], equal_nan=True), entry
