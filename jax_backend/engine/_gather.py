@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from crossframe.api import Api
+from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.precision import Precision
 from crossframe.reduction import ReductionStep, factors_of, reduction_steps
@@ -146,7 +147,7 @@ def gather(
 
     # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
     def forward(source: Source) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        return whole(source.shard), source.waiting
+        return whole(_differentiated_once(source.shard, bucket.label)), source.waiting
 
     def backward(waiting: jax.Array | None, grads: dict[str, jax.Array]) -> tuple[Source]:
         def reduced(operand: Operand, grad: jax.Array) -> jax.Array:
@@ -173,6 +174,24 @@ def gather(
 
     gathered.defvjp(forward, backward)
     return gathered(source)
+
+
+def _differentiated_once(shard: Any, unit: str) -> Any:
+    """The shards that a gather reads in the forward pass of a gradient, which has no derivative of its own: that of `all_gather`
+    would be a sum over ranks where the reduction takes their mean."""
+
+    @jax.custom_jvp
+    def same(shard: Any) -> Any:
+        return shard
+
+    @same.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        raise UsageError(
+            f"the gather of unit {unit!r} is differentiated twice, since the loss function takes a gradient through a scan over "
+            "its layers, which are gathered again in backward; shard it with reshard_after_forward=False, or do not stack it"
+        )
+
+    return same(shard)
 
 
 def in_arrays(tree: ParamTree, bucket: Bucket, grads: dict[str, jax.Array]) -> Any:

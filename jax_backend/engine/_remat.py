@@ -30,6 +30,7 @@ LAYOUT_PRIMITIVES = frozenset(
         "convert_element_type",
         "copy",
         "copy_p",
+        "custom_jvp_call",  # what is not differentiated: the shards of a gather, functions of the batch alone
         "dynamic_slice",
         "expand_dims",
         "name",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from crossframe.errors import UsageError
 from jax_backend import remat, scan, shard, unshard, value_and_grad
 from jax_backend.programs._jaxpr import inner_jaxprs, num_scan_operands
 from tests.on_jax.helpers.small import ATOL, RTOL, mesh_of_size, small_batch
@@ -89,20 +90,36 @@ def test_gradients_are_those_without_recomputation(reshard):
         np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
 
 
+def penalty(params, batch):
+    """A loss that contains a gradient of what a loop over blocks computes."""
+
+    def outputs(x):
+        hidden, _ = scan(lambda hidden, own, _: (jnp.tanh(hidden @ own["kernel"]), None), x, params["blocks"])
+        return (hidden @ params["out"]).sum()
+
+    return jnp.mean(jax.grad(outputs)(batch["x"] @ params["inp"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"frozen": ("blocks",)}, {"reshard_after_forward": False}], ids=["frozen", "not resharded"]
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_contains_a_gradient_through_a_loop_is_differentiated(mode):
-    def penalty(params, batch):
-        def outputs(x):
-            hidden, _ = scan(lambda hidden, own, _: (jnp.tanh(hidden @ own["kernel"]), None), x, params["blocks"])
-            return (hidden @ params["out"]).sum()
-
-        return jnp.mean(jax.grad(outputs)(batch["x"] @ params["inp"]) ** 2)
-
+def test_a_loss_that_contains_a_gradient_through_a_loop_is_differentiated(mode, options):
     mesh, params, batch = mesh_of_size(2), stacked_params(), small_batch()
-    sharded = shard(params, mesh, stacked=("blocks",), frozen=("blocks",))
+    sharded = shard(params, mesh, stacked=("blocks",), **options)
     found = unshard(sharded.with_trainable(value_and_grad(penalty, mesh, mode=mode)(sharded, batch).grads))
     halves = [jax.tree.map(lambda leaf, half=half: np.split(leaf, 2)[half], batch) for half in (0, 1)]
     wanted = jax.grad(lambda params: sum(penalty(params, half) for half in halves) / 2)(params)
-    for name in ("inp", "out"):
-        assert np.any(wanted[name])
-        np.testing.assert_allclose(found[name], wanted[name], rtol=RTOL, atol=ATOL)
+    assert np.any(wanted["inp"]) and np.any(wanted["blocks"]["kernel"])
+    names = ("inp", "out") if "frozen" in options else wanted
+    for a, b in zip(*(jax.tree.leaves({name: each[name] for name in names}) for each in (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_are_gathered_again_are_not_differentiated_twice(mode):
+    """The second derivative would be a sum over ranks instead of their mean."""
+    mesh = mesh_of_size(2)
+    sharded = shard(stacked_params(), mesh, stacked=("blocks",))
+    with pytest.raises(UsageError, match=r"unit .*blocks.* is differentiated twice.*reshard_after_forward=False"):
+        value_and_grad(penalty, mesh, mode=mode)(sharded, small_batch())
