@@ -62,9 +62,9 @@ def merged(events: Iterable[tuple[Event, str]]) -> Iterator[Event]:
         events: each with the index of its array in the bucket, or "" if it moves the bucket by itself.
     """
     found: list[Event] = []
-    open_at: dict[tuple[str, str, int, str], tuple[int, set[str]]] = {}
+    open_at: dict[tuple[object, ...], tuple[int, set[str]]] = {}
     for event, operand in events:
-        key = event.kind, event.unit, event.bucket, event.phase
+        key = event.kind, event.unit, event.bucket, event.phase, tuple(event.group)
         at, seen = open_at.get(key, (0, {operand}))
         if operand and operand not in seen:
             seen.add(operand)

@@ -102,3 +102,16 @@ ENTRY %main (param: f32[8]) -> f32[8] {
     assert (scatter.kind, scatter.unit, scatter.phase, scatter.dtype) == (REDUCE_SCATTER, "", "backward", "bfloat16")
     assert scatter.num_bytes == 16 and tuple(scatter.group) == (2, 3)
     assert (reduce.unit, tuple(reduce.group)) == (FOREIGN, (0, 1, 2, 3))
+
+
+def test_all_reduces_of_a_unit_over_shards_and_over_replicas_stay_apart():
+    """As XLA compiles mode="jit" on a hybrid mesh with a model axis, with arrays of a unit joined."""
+    scopes = [f'metadata={{op_name="transpose(crossframe:all_reduce[b:{operand}])"}}' for operand in (0, 3)]
+    program = f"""
+ENTRY %main (param: f32[8]) -> f32[8] {{
+  %s = (f32[8,4], f32[8]) all-reduce(%x, %y), replica_groups={{{{0,2}},{{1,3}},{{4,6}},{{5,7}}}}, {scopes[0]}
+  ROOT %r = f32[4,4] all-reduce(%z), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, {scopes[1]}
+}}
+"""
+    found = [(event.kind, event.num_bytes, tuple(event.group)) for event in events_of(program)]
+    assert found == [(ALL_REDUCE, 4 * 40, (0, 2)), (ALL_REDUCE, 4 * 16, (0, 4))]
