@@ -91,7 +91,7 @@ def test_gradients_are_those_without_recomputation(reshard):
 
 
 def penalty(params, batch):
-    """A loss that contains a gradient of what a loop over blocks computes."""
+    """A loss that contains a gradient of the output of a loop over blocks."""
 
     def outputs(x):
         hidden, _ = scan(lambda hidden, own, _: (jnp.tanh(hidden @ own["kernel"]), None), x, params["blocks"])
