@@ -19,15 +19,28 @@ probabilistic bound of N. Higham and T. Mary, A new approach to probabilistic ro
 which is the factor of four. Some of them add in the dtype of their result; other kernels of bfloat16 and float16 compute in
 float32. A function of several operators, such as a compiled graph, is perturbed at each operator, and between operators by the
 unit roundoff of the dtype.
-"""
 
-from crossframe import dtypes
-from crossframe.dtypes import unit_roundoff
+Accelerators round or truncate the factors of float32 products to a coarser format of unit roundoff v, and add in float32. A
+factor is off by v then, or by up to 2 v if it is truncated, and truncations of products of one sign add up to 4 v of the result:
+factors are perturbed by a further v, and four times v of the result joins the bound.
+"""
 
 ARITHMETIC, OTHERS = 4, 64
 """Roundings of inputs."""
 RESULT = 4
 """Roundings of the result."""
 DRAWS, SIGNIFICANT = 2, 4.0
-TF32 = unit_roundoff(dtypes.TF32)
-"""The unit roundoff of the factors of matrix products on accelerators that round them to TF32."""
+
+
+def roundings_of_sum(terms: int, roundoff: float, of_factors: float = 0.0) -> tuple[float, float]:
+    """How far off the inputs of a sum of products are, and its result besides, each relative to itself.
+
+    Args:
+        terms: of an element of the result.
+        roundoff: the unit roundoff of what is added.
+        of_factors: the unit roundoff of the format to which factors are rounded or truncated; 0 if they are not.
+
+    >>> roundings_of_sum(4, 0.125), roundings_of_sum(4, 0.125, 0.5)
+    ((1.0, 0.0), (1.5, 0.5))
+    """
+    return (ARITHMETIC + terms) * roundoff + of_factors, of_factors

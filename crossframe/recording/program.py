@@ -73,7 +73,9 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
     }
 
 
-_EXACT = ("highest", "float32", "f32_f32_f32")
+_EXACT = ("highest", "float32", "f32_f32_f32", "f64_f64_f64")
+_BFLOAT16 = ("bf16_bf16_f32", "bf16_bf16_bf16")
+"""Algorithms of JAX's dots, besides those of three and more products, which are more precise than TF32."""
 _LARGEST_KERNEL = 64
 
 
@@ -99,12 +101,13 @@ def products_in(framework: str, dtype: str, program: Mapping[str, Any], shapes: 
     kind = str(program.get(DEVICE, "cpu")).partition(" ")[0]
     if dtype != "float32" or kind not in ("cuda", "gpu", "rocm", "tpu"):
         return dtype
-    exact = str(program.get(MATMUL, _EXACT[0])).lower() in _EXACT
+    precision = str(program.get(MATMUL, _EXACT[0])).lower()
+    exact = precision in _EXACT
     if exact and framework == "torch" and program.get(TF32_IN_CONVOLUTIONS) is True:
         exact = not any(len(shape) > 2 and shape[-1] <= _LARGEST_KERNEL for shape in shapes)
     if exact:
         return dtype
-    return "bfloat16" if kind == "tpu" else TF32
+    return "bfloat16" if kind == "tpu" or precision in _BFLOAT16 else TF32
 
 
 def source_digest() -> str:

@@ -12,13 +12,13 @@ import numpy as np
 
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
-from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, TF32
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, roundings_of_sum
+from jax_backend.recorder._products import PRODUCTS, Roundings, roundings_of_product, unrounded
 
 _IS_ARITHMETIC = frozenset(
     ["add", "add_any", "sub", "mul", "div", "neg", "sqrt", "square", "max", "min", "abs", "select_n"]
 )
-_SUMS = frozenset(["dot_general", "reduce_sum", "cumsum", "conv_general_dilated", "reduce_window_sum", "scatter-add"])
-_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+_SUMS = PRODUCTS | {"reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"}
 _MOVES = frozenset(
     [
         "broadcast_in_dim",
@@ -51,9 +51,15 @@ def judge(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], outputs
     arrays = [np.asarray(each) for each in inputs]
     wide_params = {name: _widened(value) for name, value in params.items()}
     try:
+        roundings: Roundings | None = Roundings()
+        if primitive.name in PRODUCTS:
+            roundings = roundings_of_product(params, [each.dtype.name for each in arrays[:2]])
+            wide_params = unrounded(wide_params)
+        if roundings is None:
+            return None
         with jax.enable_x64(True):
             exact = _results(primitive, wide_params, arrays)
-            reaches = _reaches(primitive, wide_params, arrays, params, exact)
+            reaches = _reaches(primitive, wide_params, arrays, exact, roundings)
     except Exception:  # a primitive may reject float64 with any error
         return None
     judged = [
@@ -103,21 +109,19 @@ def _reaches(
     primitive: Any,
     wide_params: dict[str, Any],
     arrays: Sequence[np.ndarray],
-    params: dict[str, Any],
     exact: Sequence[np.ndarray],
+    roundings: Roundings,
 ) -> list[float]:
     """For each result a bound on the norm of the difference that rounding can make."""
     stored = max(unit_roundoff(each.dtype.name) for each in arrays if each.dtype.name in FLOATING)
     inner = min(stored, unit_roundoff("float32"))
-    terms = _terms(primitive.name, params, arrays, exact[0])
-    if primitive.name in _PRODUCTS:
-        inner = max(inner, _roundoff_of_products(params.get("precision")))
+    terms = _terms(primitive.name, wide_params, arrays, exact[0])
     size = (ARITHMETIC if primitive.name in _IS_ARITHMETIC else OTHERS) * inner
     of_results = 0.0
     if primitive.name in _SUMS:
-        # Sums other than products may be added up in the dtype of the result.
-        size = (ARITHMETIC + terms) * inner
-        of_results = 0.0 if primitive.name in _PRODUCTS else math.sqrt(terms) * stored
+        size, of_results = roundings_of_sum(terms, max(inner, roundings.of_sums), roundings.of_factors)
+        if primitive.name not in PRODUCTS:  # they may be added up in the dtype of the result
+            of_results = math.sqrt(terms) * stored
     squares = [0.0] * len(exact)
     for seed in range(DRAWS):
         rng = np.random.default_rng(seed)
@@ -162,16 +166,11 @@ def _terms(name: str, params: dict[str, Any], arrays: Sequence[np.ndarray], resu
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return math.prod(arrays[0].shape[dim] for dim in contracted)
+    if name == "ragged_dot_general":
+        (contracted, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return math.prod(arrays[0].shape[dim] for dim in contracted)
     if name == "conv_general_dilated":
         return arrays[1].size
     if name in ("reduce_sum", "reduce_window_sum"):
         return max(arrays[0].size // max(result.size, 1), 1)
     return max(max(each.shape, default=1) for each in arrays)
-
-
-def _roundoff_of_products(precision: Any) -> float:
-    """The unit roundoff to which an accelerator rounds inputs of float32 products."""
-    first = precision[0] if isinstance(precision, tuple) else precision
-    if first not in (None, jax.lax.Precision.DEFAULT):
-        return 0.0
-    return {"gpu": TF32, "cuda": TF32, "tpu": unit_roundoff("bfloat16")}.get(jax.default_backend(), 0.0)

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
-from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, TF32
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, roundings_of_sum
 from torch_backend.compat._dtypes import dtype_name
+from torch_backend.recorder._float32_precision import roundoff_of_factors
 
 aten = torch.ops.aten
 _NUM_SIGNS = 1 << 19
@@ -26,9 +27,8 @@ def _packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-_SUMS = _packets("""
-    mm bmm addmm baddbmm mv dot sum mean convolution cumsum linalg_vector_norm norm var std var_mean std_mean logsumexp
-""")
+_PRODUCTS = _packets("mm bmm addmm baddbmm mv dot convolution")
+_SUMS = _PRODUCTS | _packets("sum mean cumsum linalg_vector_norm norm var std var_mean std_mean logsumexp")
 _IS_ARITHMETIC = _packets("add sub rsub mul div add_ sub_ mul_ div_ sqrt reciprocal neg square addcmul addcdiv lerp")
 
 
@@ -145,6 +145,7 @@ class _Perturbed(TorchDispatchMode):
         self._stored = max(roundoffs)
         self._inner = min(self._stored, unit_roundoff("float32"))
         self._between = self._stored if several and self._stored > self._inner else 0.0
+        self._has_float32 = "float32" in dtypes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -172,9 +173,11 @@ class _Perturbed(TorchDispatchMode):
             return OTHERS * u + self._between, 0.0
         terms = _terms(packet, args, tensors)
         if packet in _SUMS:
-            if any(each.is_cuda for each in tensors) and torch.backends.cuda.matmul.allow_tf32:
-                u = max(u, TF32)
-            return (ARITHMETIC + terms) * u + self._between, 0.0
+            of_factors = 0.0
+            if packet in _PRODUCTS and self._has_float32:
+                of_factors = roundoff_of_factors(tensors[0].device.type, convolution=packet is aten.convolution)
+            of_inputs, of_results = roundings_of_sum(terms, u, of_factors)
+            return of_inputs + self._between, of_results
         return OTHERS * u + self._between, math.sqrt(terms) * self._stored
 
     def _moved(self, value: Any, size: float) -> Any:

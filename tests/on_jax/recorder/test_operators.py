@@ -173,6 +173,54 @@ def test_an_inexact_equation_is_outside_its_bound():
     assert judged is not None and not judged.inside and judged.error > 1e-3
 
 
+def in_format(x, bits):
+    """x truncated to `bits` bits of its significand."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)).view(np.float32)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [
+        (None, (24, 11)),
+        ("default", (24, 11)),
+        ("high", (24, 11)),
+        ("highest", (24,)),
+        (("highest", "default"), (24, 11)),
+        ("TF32_TF32_F32", (24, 11)),
+        ("TF32_TF32_F32_X3", (24,)),
+        ("BF16_BF16_F32", (24, 11, 8)),
+        ("BF16_BF16_F32_X3", (24,)),
+        ("F32_F32_F32", (24,)),
+    ],
+)
+def test_the_bound_of_a_product_follows_its_precision(monkeypatch, precision, inside, positive):
+    """Factors as a GPU truncates them, to TF32 (11 bits) and to bfloat16 (8 bits), in sums of 512 products."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 512), (512, 8)))
+    x, w = (abs(x), abs(w)) if positive else (x, w)
+    (equation,) = jax.make_jaxpr(lambda x, w: jax.lax.dot(x, w, precision=precision))(x, w).eqns
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for bits in (24, 11, 8):
+        computed = in_format(x, bits) @ in_format(w, bits)
+        judged = judge(equation.primitive, equation.params, [x, w], [computed])
+        assert judged is not None and judged.inside == (bits in inside), (bits, judged)
+
+
+def test_a_product_of_float16_factors_and_one_of_groups_are_judged():
+    """As XLA computes them on CPUs."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (2, 64, 4)))
+    sizes = np.array([3, 5], np.int32)
+    for function, args in (
+        (lambda x, w: jax.lax.dot(x, w, precision="F16_F16_F16"), (x, w[0])),
+        (jax.lax.ragged_dot, (x, w, sizes)),
+    ):
+        (equation,) = jax.make_jaxpr(function)(*args).eqns
+        judged = judge(equation.primitive, equation.params, args, [function(*args)])
+        assert judged is not None and judged.inside, judged
+
+
 def test_a_loop_outside_of_jit_keeps_its_shards(tmp_path, monkeypatch):
     """While a step is traced, too: `update` and `unshard` need the mesh of their arguments."""
     request = Request(str(tmp_path), 0, 0, UPDATE, "")

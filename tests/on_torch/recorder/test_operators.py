@@ -13,6 +13,7 @@ from crossframe.recording.event_format import BACKWARD, FORWARD, UPDATE
 from crossframe.recording.known_settings import COMMAND
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from torch_backend.recorder import script
+from torch_backend.recorder._float64_check import exact_of
 from torch_backend.recorder._operator_trace import OperatorTrace
 
 SCRIPT = """
@@ -176,6 +177,39 @@ def test_an_inexact_operator_is_outside_its_bound():
         model(100 * torch.rand(4, 4096, generator=torch.Generator().manual_seed(0)))
     (judged,) = (op.judged for op in trace.trace().operators if "wrong_sum" in op.name)
     assert judged is not None and not judged.inside
+
+
+def in_format(x, bits):
+    """x truncated to `bits` bits of its significand."""
+    return (x.view(torch.int32) & (-1 << (24 - bits))).view(torch.float32)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "function", "inside"),
+    [
+        ("highest", torch.mm, (24,)),
+        ("high", torch.mm, (24, 11)),
+        ("medium", torch.mm, (24, 11, 8)),
+        ("medium", torch.conv2d, (24,)),
+    ],
+)
+def test_the_bound_of_a_product_follows_its_precision(precision, function, inside, positive):
+    """Factors truncated to TF32 (11 bits) and to bfloat16 (8 bits), in sums of 512 products."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 512), (512, 8)) if function is torch.mm else ((1, 32, 4, 4), (8, 32, 4, 4))
+    x, w = (torch.randn(shape, generator=generator) for shape in shapes)
+    x, w = (x.abs(), w.abs()) if positive else (x, w)
+    before = torch.get_float32_matmul_precision()
+    computed = {bits: function(in_format(x, bits), in_format(w, bits)) for bits in (24, 11, 8)}
+    try:
+        torch.set_float32_matmul_precision(precision)
+        exact = exact_of(function, (x, w), {})
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for bits, result in computed.items():
+        judged = exact.judge(result)
+        assert judged.inside == (bits in inside), (bits, judged)
 
 
 def test_storage_can_be_freed_after_its_values_were_noted():
