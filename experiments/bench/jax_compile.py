@@ -206,8 +206,8 @@ COLUMNS = (
 
 
 def cases_of(models: Sequence[str], devices: Sequence[int], contestants: Sequence[str], context: int) -> Iterator[Case]:
-    """Fully sharded over all devices; hybrid; and next to tensor parallelism: eight replicas, or eight devices of a rank, and two
-    on eight devices.
+    """Fully sharded over all devices; hybrid; next to tensor parallelism; and hybrid with two replicas next to it. A hybrid mesh has
+    eight replicas otherwise, and a rank eight devices; on eight devices both are two.
 
     Raises:
         UsageError: an unknown model or contestant, or a number of devices without a hybrid mesh.
@@ -221,9 +221,10 @@ def cases_of(models: Sequence[str], devices: Sequence[int], contestants: Sequenc
         for model in models:
             for number in devices:
                 few = 8 if number > 8 and number % 8 == 0 else 2
-                for replicate, tp in ((1, 1), (few, 1), (1, few)):
-                    shard = number // replicate // tp
-                    yield Case(model, MODELS[model], replicate, shard, contestant, context, tp=tp)
+                for replicate, tp in ((1, 1), (few, 1), (1, few), (2, few)):
+                    shard, left_over = divmod(number, replicate * tp)
+                    if not left_over:
+                        yield Case(model, MODELS[model], replicate, shard, contestant, context, tp=tp)
 
 
 def run_compile(

@@ -1,4 +1,4 @@
-"""Four CPU devices, and float64 unless CROSSFRAME_TESTS_OF_JAX_DEFAULTS is set, before any test first uses JAX.
+"""Eight CPU devices, and float64 unless CROSSFRAME_TESTS_OF_JAX_DEFAULTS is set, before any test first uses JAX.
 
 On a machine with GPUs, tests run on these, and those that need more devices than there are GPUs are skipped.
 """
@@ -13,7 +13,7 @@ import pytest
 from crossframe.errors import UsageError
 from tests.conftest import JAX_DEFAULTS
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", JAX_DEFAULTS not in os.environ)
 
 

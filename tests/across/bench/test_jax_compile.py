@@ -49,10 +49,11 @@ def test_a_program_that_differs_from_the_plan_fails_and_one_that_does_not_compil
     result = CliRunner().invoke(app, [*command, "--json", str(path), "--output", str(readable)])
     assert result.exit_code == 1, result.output
     cases = json.loads(path.read_text())["cases"]
-    assert [(case["replicate"], case["shard"], case["tp"]) for case in cases] == [(1, 8, 1), (2, 4, 1), (1, 4, 2)] * 3
-    assert [case.get("error") for case in cases] == [None] * 6 + ["too long"] * 3
+    meshes = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
+    assert [(case["replicate"], case["shard"], case["tp"]) for case in cases] == 3 * meshes
+    assert [case.get("error") for case in cases] == [None] * 8 + ["too long"] * 4
     lines = readable.read_text().splitlines()
-    assert sum("| too long |" in line for line in lines) == 3 and sum("| 1.00 GB |" in line for line in lines) == 6
+    assert sum("| too long |" in line for line in lines) == 4 and sum("| 1.00 GB |" in line for line in lines) == 8
     assert "| 8 | the plan | 2 + 1 | 1 + 1 | 0 | 0 | 60.04 GB | 32.12 GB |" in readable.read_text()
 
 

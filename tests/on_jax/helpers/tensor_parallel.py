@@ -15,6 +15,7 @@ from tests.on_jax.helpers.small import wide
 DIM, HEADS, HIDDEN, VOCAB, LAYERS = 8, 2, 16, 12, 2
 BY_OUTPUT, BY_INPUT = {"query", "up", "head"}, {"out", "down", "embed"}
 ALONE, SHARDED, PARALLEL = (MeshSpec(1), {}), (MeshSpec(2), {}), (MeshSpec(2), {"tp": 2})
+HYBRID = (MeshSpec(shard=2, replicate=2), {"tp": 2})
 
 
 def model_partition(spec):

@@ -16,8 +16,8 @@ from tests.on_jax.helpers.small import mesh_of_size, small_loss
 
 
 def test_R10_rank_i_is_device_i_and_the_axis_is_auto():
-    mesh = make_mesh(MeshSpec(3), jax.devices()[::-1])
-    assert list(mesh.devices.flat) == jax.devices()[:0:-1]
+    mesh = make_mesh(MeshSpec(3), jax.devices()[3::-1])
+    assert list(mesh.devices.flat) == jax.devices()[3:0:-1]
     assert mesh.axis_names == ("shard",)
     assert mesh.axis_types == (AxisType.Auto,)
 
@@ -25,7 +25,7 @@ def test_R10_rank_i_is_device_i_and_the_axis_is_auto():
 def test_R10_ranks_of_a_shard_group_are_neighbours_in_a_mesh_with_replicas():
     mesh = make_mesh(MeshSpec(shard=2, replicate=2))
     assert mesh.axis_names == ("replicate", "shard")
-    assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:]]
+    assert mesh.devices.tolist() == [jax.devices()[:2], jax.devices()[2:4]]
 
 
 def test_R10_a_rank_has_the_devices_along_the_model_axes():

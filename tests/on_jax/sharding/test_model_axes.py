@@ -41,6 +41,7 @@ from tests.on_jax.helpers.tensor_parallel import (
     ALONE,
     DIM,
     HIDDEN,
+    HYBRID,
     LAYERS,
     PARALLEL,
     SHARDED,
@@ -86,9 +87,10 @@ def references():
     return [trained(kind) for kind in (ALONE, SHARDED)]
 
 
+@pytest.mark.parametrize("kind", [PARALLEL, HYBRID], ids=["2_tp2", "2x2_tp2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_training_equals_that_of_one_device_and_of_ranks_alone(mode):
-    sharded, state, seen = trained(PARALLEL, mode)
+def test_training_equals_that_of_one_device_and_of_ranks_alone(mode, kind):
+    sharded, state, seen = trained(kind, mode)
     for other, _, wanted in references():
         equal(seen, wanted, atol=10 * ATOL)
         equal(unshard(sharded), unshard(other), atol=10 * ATOL)
@@ -107,9 +109,10 @@ def test_training_equals_that_of_one_device_and_of_ranks_alone(mode):
             assert leaf.addressable_shards[3].data.shape == half[name.split(".")[-1]], name
 
 
+@pytest.mark.parametrize("kind", [PARALLEL, HYBRID], ids=["2_tp2", "2x2_tp2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_collectives_over_ranks_move_divided_parameters_and_none_over_the_model_axis(mode):
-    mesh, sharded = on_mesh(PARALLEL)
+def test_collectives_over_ranks_move_divided_parameters_and_none_over_the_model_axis(mode, kind):
+    mesh, sharded = on_mesh(kind)
     step = value_and_grad(loss_fn, mesh, mode=mode)
     events = compiled_trace(step, sharded, tokens(), mesh=mesh, rank=1)
     # Rank 1 has the devices 2 and 3.
@@ -120,8 +123,9 @@ def test_collectives_over_ranks_move_divided_parameters_and_none_over_the_model_
     reduced = {
         _moved(event) for event in events if event.kind in (REDUCE_SCATTER, ALL_REDUCE) and event.unit == "blocks"
     }
-    assert reduced == {each for each in divided if each[0] == "blocks"}
-    activation = tokens()[: len(tokens()) // 2, :-1].size * DIM * ITEMSIZE
+    over_replicas = {("blocks", numel["blocks"] // 2 * ITEMSIZE, (2, 6))} if kind == HYBRID else set()
+    assert reduced == {each for each in divided if each[0] == "blocks"} | over_replicas
+    activation = tokens()[: len(tokens()) // kind[0].world_size, :-1].size * DIM * ITEMSIZE
     over_model_axis = [event for event in events if tuple(event.group) == over_axis]
     assert {(event.kind, event.num_bytes > activation) for event in over_model_axis} == {(ALL_REDUCE, False)}
     if mode == "shard_map":
@@ -135,9 +139,8 @@ def _moved(event):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_replicas_and_precision_are_those_of_ranks_alone(mode):
-    kind = (MeshSpec(shard=1, replicate=2), {"tp": 2})
-    mesh, sharded = on_mesh(kind, mp_policy=PrecisionPolicy("float32", "float32"))
-    plain, alone = on_mesh((kind[0], {}), mp_policy=PrecisionPolicy("float32", "float32"))
+    mesh, sharded = on_mesh(HYBRID, mp_policy=PrecisionPolicy("float32", "float32"))
+    plain, alone = on_mesh((HYBRID[0], {}), mp_policy=PrecisionPolicy("float32", "float32"))
 
     def accumulated(mesh, sharded):
         first = value_and_grad(loss_fn, mesh, mode=mode, reduces=False)(sharded, tokens())
