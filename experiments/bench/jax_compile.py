@@ -206,8 +206,8 @@ COLUMNS = (
 
 
 def cases_of(models: Sequence[str], devices: Sequence[int], contestants: Sequence[str], context: int) -> Iterator[Case]:
-    """Fully sharded over all devices; hybrid; next to tensor parallelism; and hybrid with two replicas next to it. A hybrid mesh has
-    eight replicas otherwise, and a rank eight devices; on eight devices both are two.
+    """Fully sharded over all devices; hybrid, with eight replicas; next to tensor parallelism, eight devices to a rank; and
+    next to it, with two replicas. On eight devices the eights are twos.
 
     Raises:
         UsageError: an unknown model or contestant, or a number of devices without a hybrid mesh.
