@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,7 +23,7 @@ def save_checkpoint(
     sharded: ShardedParams,
     optimizer_state: PyTree = None,
     *,
-    about: Mapping[str, Any] | None = None,
+    about: Mapping[str, object] | None = None,
     saver: AsyncSaver | None = None,
 ) -> None:
     """Save parameters, and an optimizer's state, to a new folder that all processes share. All processes call it.
@@ -60,7 +60,17 @@ def save_checkpoint(
     start(path, AllProcesses(), lambda: Contents(sections, values, places, lines), about)
 
 
-def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: PyTree = None) -> Any:
+@overload
+def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: None = None) -> ShardedParams: ...
+
+
+@overload
+def load_checkpoint(path: Path | str, like: ShardedParams, optimizer_state: PyTree) -> tuple[ShardedParams, PyTree]: ...
+
+
+def load_checkpoint(
+    path: Path | str, like: ShardedParams, optimizer_state: PyTree = None
+) -> ShardedParams | tuple[ShardedParams, PyTree]:
     """Load parameters into the mesh and the layouts of other parameters. All processes call it.
 
     Args:

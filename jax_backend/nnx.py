@@ -115,7 +115,7 @@ class ShardedModule(Holder):
         self.sharded = shard(params, mesh, **sharding)
         self.state = per_rank(state, mesh)
 
-    def loss(self, fn: Callable[[nnx.Module, PyTree], Any]) -> Callable[..., LossOutput]:
+    def loss(self, fn: Callable[[nnx.Module, PyTree], jax.Array | LossOutput]) -> Callable[..., LossOutput]:
         """The loss function of `value_and_grad` for `fn(module, batch)`, which returns the loss or a LossOutput without state."""
 
         def loss_fn(params: dict, batch: Any, state: dict) -> LossOutput:

@@ -13,7 +13,7 @@ On disk each parameter is one array of its true shape under its canonical name, 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from jax_backend.state._canonical_arrays import canonical_arrays, canonical_stru
 from jax_backend.state._checkpoint_parts import Part, model_parts
 from jax_backend.state._optimizer_state import StateLeaves
 
+if TYPE_CHECKING:
+    from etils import epath
+
 VALUES = "values"
 
 
@@ -37,7 +40,7 @@ class ShardedParamsHandler(ocp.PyTreeCheckpointHandler):
     of whose dims is a multiple of the number of shards is in full on each device meanwhile.
     """
 
-    async def async_save(self, directory: Any, args: "ShardedSave") -> Any:  # type: ignore[override]
+    async def async_save(self, directory: "epath.Path", args: "ShardedSave") -> list[ocp.future.Future] | None:  # type: ignore[override]
         """Copy the values to the host, and write them in the background; see `ShardedSave`."""
         mesh = mesh_of(args.params)
         leaves = StateLeaves(args.optimizer_state, args.params, mesh)
@@ -48,7 +51,7 @@ class ShardedParamsHandler(ocp.PyTreeCheckpointHandler):
         }
         return await super().async_save(directory, args=ocp.args.PyTreeSave(_filled(sections)))
 
-    def restore(self, directory: Any, args: "ShardedRestore") -> Any:  # type: ignore[override]
+    def restore(self, directory: "epath.Path", args: "ShardedRestore") -> ShardedParams | tuple[ShardedParams, PyTree]:  # type: ignore[override]
         """Restore the values; see `ShardedRestore`."""
         like, mesh = args.like, mesh_of(args.like)
         parts, leaves = model_parts(like, mesh), StateLeaves(args.optimizer_state, like, mesh)

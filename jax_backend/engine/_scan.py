@@ -56,7 +56,7 @@ class StackedLeaf:
 
 
 def scan(
-    body: Callable[[Carry, Any, Any], tuple[Carry, Y]],
+    body: Callable[[Carry, PyTree[jax.Array], PyTree], tuple[Carry, Y]],
     init: Carry,
     blocks: PyTree[jax.Array],
     xs: PyTree = None,

@@ -141,7 +141,7 @@ class Recorder:
         directory: str | Path,
         params: PyTree,
         *,
-        model: Any = None,
+        model: object = None,
         mesh: Mesh | None = None,
         param_map: ParamMap | None = None,
         units: Iterable[str] | None = None,
@@ -150,7 +150,7 @@ class Recorder:
         windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
-        samples: Callable[[PyTree], Any] | None = None,
+        samples: Callable[[PyTree], PyTree[ArrayLike]] | None = None,
         channels_last: Iterable[str | tuple[str, str]] | None = None,
         perturbed_run: int | None = None,
         forward_only: bool = False,
@@ -163,7 +163,7 @@ class Recorder:
         learning_rate: float | None = None,
         seed: int | None = None,
         terms: int | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         if detail not in ("auto", "full", "sketch"):
             raise UsageError(f"detail: expected 'auto', 'full' or 'sketch', got {detail!r}")

@@ -6,7 +6,7 @@ here imports torch: any object with `__dlpack__` is accepted. No full parameter 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,15 @@ from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of
 
 
+class SupportsDLPack(Protocol):
+    """A tensor of another framework, or an array, whose memory is read without a copy."""
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
 def from_torch(
     like: ShardedParams,
-    lines: Mapping[int, Mapping[str, Any]],
+    lines: Mapping[int, Mapping[str, SupportsDLPack]],
     layouts: Mapping[str, Layout] | None = None,
     *,
     copy: bool | None = None,
