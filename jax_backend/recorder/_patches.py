@@ -12,7 +12,16 @@ from jax_backend.recorder._gradients import grad, value_and_grad
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
 from jax_backend.recorder._replacing import replacing
-from jax_backend.recorder._transformations import fori_loop, named_call, pmap, scan, shard_map, with_sharding_constraint
+from jax_backend.recorder._transformations import (
+    device_put,
+    fori_loop,
+    named_call,
+    pmap,
+    reshard,
+    scan,
+    shard_map,
+    with_sharding_constraint,
+)
 
 
 class Patches:
@@ -33,6 +42,9 @@ class Patches:
         replace(jax.lax, "scan", scan)
         replace(jax.lax, "fori_loop", fori_loop)
         replace(jax.lax, "with_sharding_constraint", with_sharding_constraint)
+        replace(jax, "device_put", device_put)
+        for place in (jax, jax.sharding):
+            replace(place, "reshard", reshard)
         if self._forward_only:
             return self
         replace(jax, "value_and_grad", value_and_grad)

@@ -164,7 +164,7 @@ class Collector:
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
         is_scan: whether the function is the body of a scan.
         described: what is known of the program's modules, which all collectors share.
-        constrained: by the id of a result of `with_sharding_constraint`, the result and its argument.
+        constrained: by the id of a result of `with_sharding_constraint` and the like, the result and its argument.
     """
 
     trace: Any

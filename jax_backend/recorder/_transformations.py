@@ -18,7 +18,6 @@ from jax_backend.recorder._taps import collecting, current, of_scan, pack, trace
 _scan, _fori_loop, _shard_map, _pmap, _named_call = (
     jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.pmap, jax.named_call
 )  # fmt: skip
-_with_sharding_constraint = jax.lax.with_sharding_constraint
 
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
@@ -75,14 +74,23 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
     return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
 
 
-@functools.wraps(_with_sharding_constraint)
-def with_sharding_constraint(x: Any, shardings: Any) -> Any:
-    """`jax.lax.with_sharding_constraint`, through which values are followed."""
-    result = _with_sharding_constraint(x, shardings)
-    collector = current()
-    if collector is not None and collector.trace is not None:
-        collector.constrain(x, result)
-    return result
+def _moving(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose results are its first argument with another sharding, through which values are followed."""
+
+    @functools.wraps(function)
+    def move(x: Any, *args: Any, **options: Any) -> Any:
+        result = function(x, *args, **options)
+        collector = current()
+        if collector is not None and collector.trace is not None:
+            collector.constrain(x, result)
+        return result
+
+    return move
+
+
+with_sharding_constraint, device_put, reshard = map(
+    _moving, (jax.lax.with_sharding_constraint, jax.device_put, jax.sharding.reshard)
+)
 
 
 @functools.wraps(_shard_map)  # haliax reads its signature, for the name of an option that has changed

@@ -233,8 +233,9 @@ for i in range(3):
 """
 
 
-def test_a_bare_array_under_constraints_of_its_sharding_is_recorded(tmp_path, run):
-    status, variables = run(CONSTRAINED)
+@pytest.mark.parametrize("function", ["jax.lax.with_sharding_constraint", "jax.device_put", "jax.sharding.reshard"])
+def test_a_bare_array_under_constraints_of_its_sharding_is_recorded(tmp_path, run, function):
+    status, variables = run(CONSTRAINED.replace("jax.lax.with_sharding_constraint", function))
     assert status == 0
     found = Recording.open(tmp_path / "out")
     assert list(found.manifest.params) == ["param"] and found.full("parameters", 0, "param") == 1.0
