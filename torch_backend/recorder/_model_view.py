@@ -21,21 +21,12 @@ from crossframe.strategy import Strategy
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
+from torch_backend.recorder._engine import Bucket, Engine
+from torch_backend.recorder._model_parallel import divided_by, in_known_layouts, joined_by, of_sequences
 from torch_backend.recorder._model_ranks import ModelRanks, full, hash_of
 from torch_backend.recorder._partition import Partition, Pieces, local_of
 from torch_backend.recorder._pipeline import Bits, Pipeline
-from torch_backend.recorder._sharding_libraries import (
-    Bucket,
-    Engine,
-    divided_by,
-    in_known_layouts,
-    joined_by,
-    of_sequences,
-    ours,
-    torch_fsdp1,
-    torch_fsdp2,
-    unsharded,
-)
+from torch_backend.recorder._sharding_libraries import ours, torch_fsdp1, torch_fsdp2, unsharded
 
 Registered = tuple[nn.Module, str]
 """A module and an attribute, which yields a parameter."""

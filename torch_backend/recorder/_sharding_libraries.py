@@ -1,7 +1,6 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,123 +9,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.api import Api
 from crossframe.dtypes import FLOATING
-from crossframe.layout import FlatLayout, Layout, PerParamLayout, layouts_by_rows
+from crossframe.layout import FlatLayout, PerParamLayout
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.unit_assignment import enclosing_unit
 from torch_backend.compat._dtypes import dtype_name, name_or_none
 from torch_backend.engine._unit_tree import named_units
-from torch_backend.pieces._piece_tensor import PieceTensor
-from torch_backend.ranks._collectives import Communicator, axis_name, default_process_group
 from torch_backend.recorder import _module_tree as module_tree
-from torch_backend.recorder._context import Context
-from torch_backend.recorder._model_ranks import Axes, ModelRanks, axes_of, component, hash_of
-from torch_backend.recorder._partition import Partition, Pieces, local_of, partitions_of, parts_of_dtensors
-from torch_backend.recorder._pipeline import Pipeline
+from torch_backend.recorder._engine import Bucket, Engine, Registered, strategy_of
+from torch_backend.recorder._model_parallel import NO_GROUP, axes_by_name, ranks_with_batch
+from torch_backend.recorder._model_ranks import axes_of
+from torch_backend.recorder._partition import partitions_of, parts_of_dtensors
 from torch_backend.recorder._unit_meshes import MeshGroups, Place, largest, place_in
 
 # Weights of experts have a dim of experts.
 _EXPERT_DIMS = 3
-
-_TENSOR_AXIS = "tp"
-"""The name of the axis of a process group without one."""
-_NO_GROUP = (
-    "divided over ranks without DTensors, and it is not known which ranks; pass tensor_parallel=, their process group"
-)
-_OTHER_LAYOUT = "the elements on each rank are not those that the recorder expects of this way to shard a model"
-
-Registered = tuple[nn.Module, str]
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters that lie together.
-
-    Attributes:
-        modules: the names of the unit's modules, on whose entry its parameters can be read in full.
-        params: what the optimizer has: one parameter each in the layout's order, or one flat parameter.
-        places: of each parameter the modules and attributes that forward reads.
-        is_flat: whether `params` is one flat parameter, this rank's shard.
-        shards: the ranks that have pieces of parameters that are no DTensors; None: this rank alone.
-        ranges: which elements the engine itself says are here, where it does; None where it says nothing.
-        specs: of each parameter that of the DTensor of which it is the local part, None of the others; empty: there are none.
-    """
-
-    unit: str
-    modules: Sequence[str]
-    layout: Layout
-    params: Sequence[Tensor]
-    places: Sequence[Sequence[Registered]]
-    is_flat: bool = False
-    shards: dist.ProcessGroup | None = None
-    ranges: Sequence[Range] | None = None
-    specs: Sequence[Any] = ()
-
-    def stated_range(self, i: int) -> Range | None:
-        """Which elements of a parameter the engine says are here."""
-        return None if self.ranges is None else self.ranges[i]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What shards a model.
-
-    Attributes:
-        name: in words.
-        replicas, shards: this rank's place, and how many there are.
-        groups: the process groups of the shards and of the replicas, those of one rank left out.
-        reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
-        compute_dtype: None: that of the parameters.
-        names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
-        axes: this rank's groups along the axes over which parameters are divided and the batch is not; None: the batch is the
-            same where the place is. Then the place follows from them.
-        is_gathered: whether full parameters are gathered to be recorded, since ranks with one batch have parts of them, or since
-            units have different meshes or are sharded on other dims than the first.
-        expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
-        partitions: of parameters that are divided without DTensors, or into pieces.
-        left_out: by name why a parameter cannot be recorded.
-        model_ranks: the ranks that compute this replica together; None: this rank alone.
-        tensor_ranks: those of them that have the same positions of sequences; None: this rank alone.
-    """
-
-    name: str
-    strategy: Strategy
-    replicas: tuple[int, int]
-    shards: tuple[int, int]
-    groups: tuple[dist.ProcessGroup, ...]
-    buckets: Sequence[Bucket]
-    reads_all_at_once: bool = False
-    compute_dtype: str | None = None
-    names: Callable[[], dict[str, str]] | None = None
-    axes: Axes | None = None
-    is_gathered: bool = False
-    expert_axes: frozenset[str] = frozenset()
-    partitions: Mapping[str, Partition | Pieces] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    model_ranks: ModelRanks | None = None
-    tensor_ranks: ModelRanks | None = None
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """What the optimizer has of each parameter, by name; only the first of a flat parameter."""
-        return {
-            spec.name: param
-            for each in self.buckets
-            for spec, param in zip(each.layout.params, each.params, strict=False)
-        }
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether any parameters lie together in one."""
-        return any(each.is_flat for each in self.buckets) or any(
-            isinstance(param, PieceTensor) for param in self.params.values()
-        )
-
-    def entries_of(self, bucket: Bucket) -> Sequence[str]:
-        """The modules on whose entry a bucket's parameters can be read in full."""
-        return [""] if self.reads_all_at_once else bucket.modules
 
 
 def ours(model: nn.Module) -> Engine:
@@ -168,7 +66,7 @@ def ours(model: nn.Module) -> Engine:
 
     return Engine(
         "crossframe FSDP1" if first.options.api is Api.FSDP1 else "crossframe FSDP2",
-        _strategy(
+        strategy_of(
             *(first.mesh.spec.shard, first.mesh.spec.replicate),
             keeps=not named[-1].unit.step.settings.reshard_after_forward,
         ),
@@ -272,7 +170,7 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
     is_divided = any(param.device_mesh not in meshes for param, _, _ in params.values())
     place = Place.of([*meshes.values()], is_divided=is_divided)
     mesh = largest([*meshes.values()])
-    strategy = _strategy(place_in(mesh.shards)[1], place_in(mesh.replicas)[1], keeps=False)
+    strategy = strategy_of(place_in(mesh.shards)[1], place_in(mesh.replicas)[1], keeps=False)
     if is_divided or len(meshes) > 1 or any(_dim(param) for param, _, _ in params.values()):
         every = _registrations(model)
         return _gathered(
@@ -329,176 +227,6 @@ def _gathered(
     )
 
 
-def divided_by(engine: Engine, tensor_parallel: dist.ProcessGroup | None, stated: Mapping[str, int]) -> Engine:
-    """The engine of an FSDP whose modules divide parameters without DTensors, if they do.
-
-    Args:
-        tensor_parallel, stated: see `partitions_of`.
-    """
-    every = [each for bucket in engine.buckets for each in zip(*_each(bucket), strict=True)]
-    num_dims = {spec.name: len(spec.shape) for spec, _ in every}
-    divided = partitions_of({spec.name: param for spec, param in every}, num_dims, tensor_parallel, stated)
-    if divided.unknown:
-        return replace(engine, is_gathered=True, left_out=dict.fromkeys(divided.unknown, _NO_GROUP))
-    if not divided.partitions:
-        return engine
-    axes = None if engine.axes is None else _axes_of(divided.partitions)
-    return replace(engine, is_gathered=True, partitions=divided.partitions, axes=axes)
-
-
-def _axes_of(partitions: Mapping[str, Partition]) -> Axes:
-    """The ranks that divide parameters, by the name of their mesh axis."""
-    ranks = next(iter(partitions.values())).ranks
-    return {axis_name(ranks.group, _TENSOR_AXIS): ranks.ranks}
-
-
-def in_known_layouts(engine: Engine) -> Engine:
-    """The engine without the parameters of which ranks hold other elements than the layout states. DTensors are gathered then,
-    since they say themselves where their elements lie. All ranks of the engine's groups call it."""
-    found: set[str] = set()
-    for bucket in engine.buckets if not engine.is_gathered else ():
-        pieces = {piece.name: piece for piece in bucket.layout.pieces(engine.shards[0])}
-        for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
-            piece = pieces.get(spec.name)
-            start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
-            is_here = bucket.is_flat or local_of(param).numel() == stop - start
-            if not is_here or bucket.stated_range(i) not in (None, (start, stop)):
-                found.add(spec.name)
-    for group in engine.groups if not engine.is_gathered else ():  # ranks must know alike
-        found = set().union(*Communicator(group).gather_objects(found))
-    if not found:
-        return engine
-    lost = [name for name, param in _params(engine).items() if name in found and not isinstance(param, DTensor)]
-    return replace(engine, is_gathered=True, left_out={**engine.left_out, **dict.fromkeys(lost, _OTHER_LAYOUT)})
-
-
-def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor]) -> Engine:
-    """The engine with the ranks that compute this replica together, if there are any. All ranks call it.
-
-    Of a pipeline, some stages may have parameters to gather and others none.
-
-    Args:
-        inputs: what forward is given; empty if that is not known.
-    """
-    if not dist.is_initialized() or not (engine.is_gathered or pipeline):
-        return engine
-    axes = engine.axes
-    if pipeline is not None:
-        every = Communicator(default_process_group()).gather_objects((engine.is_gathered, axes))
-        if not any(is_gathered for is_gathered, _ in every):
-            return engine
-        if not engine.is_gathered and any(of_rank for _, of_rank in every):
-            axes = pipeline.axes_of_others([of_rank or {} for _, of_rank in every])
-    pieces = _pieces(engine)
-    if axes is not None:
-        if engine.expert_axes and inputs:
-            differ = _have_other_batches(axes, inputs)
-            axes = {name: ranks for name, ranks in axes.items() if name not in engine.expert_axes or not differ}
-        among = pipeline.replicas if pipeline is not None else default_process_group()
-        place = component(axes.values(), dist.get_process_group_ranks(among))
-        engine = replace(engine, replicas=place, groups=(among,) if among.size() > 1 else ())
-    divided = {**engine.partitions, **pieces}
-    ranks = ModelRanks(engine.replicas[0], engine.shards[0], _params(engine), axes, divided, engine.left_out)
-    groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
-    together = ranks if len(ranks.ranks) > 1 else None
-    return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=together)
-
-
-def _ranks_with_batch(inputs: Sequence[Tensor]) -> Axes:
-    """The ranks that forward gives the inputs of this one."""
-    every = Communicator(default_process_group()).gather_objects([hash_of(each) for each in inputs])
-    same = [rank for rank, own in enumerate(every) if own and own == every[dist.get_rank()]]
-    return {_TENSOR_AXIS: same} if len(same) > 1 else {}
-
-
-def _have_other_batches(axes: Axes, inputs: Sequence[Tensor]) -> bool:
-    """Whether ranks along any of the axes have other batches, on any rank."""
-    every = Communicator(default_process_group()).gather_objects([hash_of(each) for each in inputs])
-    own = any(every[rank] != every[dist.get_rank()] for ranks in axes.values() for rank in ranks)
-    return any(Communicator(default_process_group()).gather_objects(own))
-
-
-def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
-    """The engine with the layout of full parameters over the data-parallel ranks.
-
-    Args:
-        pieces: of the parameters of flat and ragged layouts.
-    """
-    buckets, partitions = [], {**engine.partitions, **pieces}
-    for each in engine.buckets:
-        members = []
-        for spec, param, places in zip(*_each(each), each.places, strict=True):
-            if spec.name in engine.left_out:
-                continue
-            part = partitions.get(spec.name)
-            shape = tuple(param.shape) if isinstance(param, DTensor) else spec.shape
-            if part is not None:
-                shape = part.full_shape() if isinstance(part, Pieces) else part.full_shape(param.shape)
-            members.append((replace(spec, shape=shape), param, places))
-        for layout in layouts_by_rows([spec for spec, _, _ in members], engine.shards[1]):
-            own = [member for member in members if member[0] in layout.params]
-            params, places = [param for _, param, _ in own], [places for _, _, places in own]
-            buckets.append(replace(each, layout=layout, params=params, places=places, is_flat=False, ranges=None))
-    return replace(engine, buckets=buckets, names=None, partitions=partitions)
-
-
-def _params(engine: Engine) -> dict[str, Tensor]:
-    """What the optimizer has of each parameter, by name."""
-    return {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
-
-
-def _each(bucket: Bucket) -> tuple[Sequence[ParamSpec], Sequence[Tensor]]:
-    """The parameters of a bucket, and what the optimizer has of each: of a flat parameter the same for all."""
-    specs = bucket.layout.params
-    return specs, [bucket.params[0]] * len(specs) if bucket.is_flat else bucket.params
-
-
-def _pieces(engine: Engine) -> dict[str, Pieces]:
-    """The pieces that ranks have of parameters that are no DTensors and not whole."""
-    found = {}
-    for bucket in engine.buckets:
-        own_rank, size = place_in(bucket.shards)
-        ranks = Communicator(bucket.shards) if bucket.shards is not None and size > 1 else None
-        of_ranks = [{piece.name: piece for piece in bucket.layout.pieces(rank)} for rank in range(size)]
-        here, is_divided = of_ranks[own_rank], any(spec is not None for spec in bucket.specs)
-        for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
-            if isinstance(param, DTensor) or not (size > 1 or bucket.is_flat or is_divided):
-                continue
-            own = [each.get(spec.name) for each in of_ranks]
-            ranges = [(0, 0) if piece is None else (piece.param_start, piece.param_stop) for piece in own]
-            piece = here.get(spec.name)
-            part = (0, 0) if piece is None else (piece.shard_start, piece.shard_stop)
-            dtensor, partition = bucket.specs[i] if bucket.specs else None, engine.partitions.get(spec.name)
-            found[spec.name] = Pieces(
-                *(ranks, ranges, part if bucket.is_flat else None, tuple(spec.shape), dtensor),
-                partition if isinstance(partition, Partition) else None,
-            )
-    return found
-
-
-def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = None) -> Engine:
-    """The engine of ranks that have parts of the same sequences, as that of data-parallel ranks with whole ones; see
-    [Note: context ranks].
-
-    Args:
-        pipeline: the stages of which the model is one. Each stage has its own ranks.
-    """
-    tensor_ranks = engine.tensor_ranks
-    axes = {context.axis: context.ranks} | (dict(tensor_ranks.axes) if tensor_ranks else {})
-    among = range(dist.get_world_size()) if pipeline is None else dist.get_process_group_ranks(pipeline.replicas)
-    index, size = component([context.ranks, *([tensor_ranks.ranks] if tensor_ranks else [])], among)
-    pieces = _pieces(engine) if engine.model_ranks is None else {}
-    divided = {**engine.partitions, **pieces}
-    model_ranks = ModelRanks(0, index, _params(engine), axes, divided, engine.left_out)
-    return replace(
-        _of_full(replace(engine, shards=(index, size)), pieces),
-        strategy=_strategy(size, 1, keeps=False),
-        replicas=(0, 1),
-        groups=(*engine.groups, model_ranks.group),
-        model_ranks=model_ranks,
-    )
-
-
 def unsharded(
     model: nn.Module,
     unit_names: set[str],
@@ -537,14 +265,14 @@ def unsharded(
     num_dims = {name: each.ndim for name, each in own.items()}
     divided = partitions_of(own, num_dims, tensor_parallel, partition or {})
     if divided.partitions or divided.unknown:
-        axes = _axes_of(divided.partitions) if divided.partitions else _ranks_with_batch(inputs)
+        axes = axes_by_name(divided.partitions) if divided.partitions else ranks_with_batch(inputs)
         place = Place.of([MeshGroups(None, group)], is_divided=True)
         return _gathered(
             *("tensor parallelism", params, units, place, Strategy.NO_SHARD, None),
             reads_all_at_once=True,
             axes=None if group is not None else axes,
             partitions=divided.partitions,
-            left_out=dict.fromkeys(divided.unknown, _NO_GROUP),
+            left_out=dict.fromkeys(divided.unknown, NO_GROUP),
         )
     if group is None and dist.is_initialized():
         group = replicas or dist.group.WORLD
@@ -639,11 +367,3 @@ def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[Pa
 def _dim(param: DTensor) -> int:
     """The dim on which a parameter is sharded."""
     return next((placement.dim for placement in param.placements if isinstance(placement, Shard)), 0)
-
-
-def _strategy(shard: int, replicate: int, *, keeps: bool) -> Strategy:
-    if shard == 1:
-        return Strategy.NO_SHARD
-    if replicate > 1:
-        return Strategy.HYBRID_SHARD_ZERO2 if keeps else Strategy.HYBRID_SHARD
-    return Strategy.SHARD_GRAD_OP if keeps else Strategy.FULL_SHARD
