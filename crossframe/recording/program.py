@@ -97,6 +97,8 @@ def products_in(framework: str, dtype: str, program: Mapping[str, Any], shapes: 
     'float32'
     >>> products_in("jax", "float32", {"device": "gpu H100", "matmul": "None"}, [(8, 8)])
     'tf32'
+    >>> products_in("jax", "float32", {"device": "gpu H100", "matmul": "BF16_BF16_F32"}, [(8, 8)])
+    'bfloat16'
     """
     kind = str(program.get(DEVICE, "cpu")).partition(" ")[0]
     if dtype != "float32" or kind not in ("cuda", "gpu", "rocm", "tpu"):
