@@ -1,8 +1,8 @@
 """Which faults are put into a source, as edits of its text.
 
-Left alone are what no test should see: docstrings, annotations, decorators, imports, `assert` (what cannot happen), the text of
-messages, `zip(..., strict=True)` (which asserts too), and what is the same program: two equal arguments swapped, another
-negative number for the -1 of `reshape`.
+Left alone are what no test should see: docstrings, annotations, type variables, decorators, imports, `assert` (what cannot
+happen), the text of messages, `zip(..., strict=True)` (which asserts too), and what is the same program: two equal arguments
+swapped, another negative number for the -1 of `reshape`.
 """
 
 import ast
@@ -118,7 +118,7 @@ class _Walk:
                 yield node, "pass", function, "removed raise"
             case ast.Expr(value=ast.Constant()):
                 return  # a docstring, or ...
-            case ast.Assign(targets=[ast.Name(id="__all__")]):
+            case ast.Assign(targets=[ast.Name(id="__all__")]) | ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar"))):
                 return
             case ast.Continue() | ast.Break():
                 other = "break" if isinstance(node, ast.Continue) else "continue"

@@ -64,6 +64,7 @@ def test_each_kind_of_fault(source, expected):
         "x = f(a.b, a.b)",
         "x = a.reshape(-1)",
         "__all__ = ['a']",
+        "T = TypeVar('T', str, int)",
         "class A(Protocol):\n    x = 3",
     ],
 )
