@@ -141,3 +141,24 @@ def test_a_model_alone_differs_in_no_step_from_one_with_its_optimizer():
     alone, whole = {"model": {"w": x}}, {"model": {"w": x}, "state": {"exp_avg:w": x}, "values": {"step": 3}}
     for a, b in ((alone, whole), (whole, alone)):
         assert compare_checkpoints(stored("a", a), stored("b", b)).differences == ()
+
+
+def test_the_reason_counts_what_else_differs_alike_and_what_else_is_missing():
+    a = {name: np.ones(2, np.float32) for name in "uvwxyz"}
+    b = {"u": a["u"], **{name: -a[name] for name in "vwx"}}
+    found = compare_checkpoints(stored("a", {"model": a}), stored("b", {"model": b}))
+    texts = [each.text for each in found.differences]
+    assert "'y' and 1 more is only in a" in texts, texts
+    same = compare_checkpoints(stored("a", {"model": {name: a[name] for name in b}}), stored("b", {"model": b}))
+    assert same.reason.endswith("; and 2 more of this kind"), same.reason
+    one = compare_checkpoints(stored("a", {"model": {"v": a["v"]}}), stored("b", {"model": {"v": -a["v"]}}))
+    assert "more" not in one.reason, one.reason
+
+
+@pytest.mark.parametrize("prefix", ["model.", "state_dict.", "module.", "app.model."])
+def test_a_prefix_of_all_names_is_no_part_of_them(prefix):
+    def names(keys):
+        return set(StoredModel.of_keys("a", dict.fromkeys(keys, lambda: np.ones(1)), {}).tensors)
+
+    assert names([f"{prefix}h.weight", f"{prefix}bias"]) == {"h.weight", "bias"}
+    assert names([f"{prefix}h.weight", "bias"]) == {f"{prefix}h.weight", "bias"}
