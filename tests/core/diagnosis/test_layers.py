@@ -424,6 +424,10 @@ def test_positions_that_padding_shifts_are_found(by_sample: bool) -> None:
     tokens = np.random.default_rng(0).integers(0, 12, (3, 6))
     assert rows_off(Contrast.of(table[tokens], table[(tokens + 1) % 12], 1e-12), table) is None
     assert rows_off(Contrast.of(table[at], table[at] + 1e-9, 1e-12), table) is None
+    shifted = table[at], table[at + 1]
+    for x, y, rows in ((*shifted, table[0]), (table[0], table[1], table), (*shifted, table[:, :3])):
+        assert rows_off(Contrast.of(x, y, 1e-12), rows) is None
+    assert rows_off(Contrast.of(table[at[:, :2]], table[at[:, :2] + 1], 1e-12), table) is None
 
 
 CLEAN = {"plain": RIGHT, "uneven": UNEVEN, "parts": PARTS, "single": SINGLE, "layer norm": Run(layer_norm=True)}

@@ -23,6 +23,7 @@ from crossframe.checkpoint import (
     state_layout,
     write_rank,
 )
+from crossframe.checkpoint.index import unit_from_json, unit_to_json
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -82,6 +83,18 @@ def test_what_was_damaged_is_refused_by_name(tmp_path):
     assert "index.json: has other content" in damaged("renamed", change)
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
         read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "row", [["w", 6, "float32", [], True], ["w", [6], "float32", "v", True], ["w", [6], "float32", []], "w,6,f,,1", 5]
+)
+def test_a_parameter_that_is_described_otherwise_is_refused(row):
+    layout = PerParamLayout(PARAMS, 2)
+    described = unit_to_json("", layout)
+    assert unit_from_json(described) == ("", layout)
+    described["params"][1] = row
+    with pytest.raises(CheckpointError, match="'params': expected name, shape, dtype, aliases and requires_grad, got"):
+        unit_from_json(described)
 
 
 def test_another_model_is_refused_with_all_names(tmp_path):
