@@ -65,10 +65,11 @@ def test_nan_is_traced_to_the_module_that_made_it(inspected):
 
 def test_nan_in_a_gradient_names_the_parameter(inspected):
     found = inspected(
-        both(at("backward", 0, 0, "block.w", with_first(np.inf)), at("reduce", 0, None, "block.w", with_first(np.inf)))
+        both(at("backward", 0, 1, "block.w", with_first(np.inf)), at("reduce", 0, None, "block.w", with_first(np.inf)))
     )
     (first,) = found.not_finite
-    assert (first.name, first.ranks) == ("local gradient of 'block.w'", (0,))
+    assert (first.name, first.ranks) == ("local gradient of 'block.w'", (1,))
+    assert [each.name for each in first.inputs] == ["input of module 'block'"]
 
 
 def test_infinities_without_effect_are_a_note(inspected):
