@@ -68,6 +68,16 @@ def test_a_golden_finds_a_wrong_gradient(golden, tmp_path, name):
     assert (where.step, where.phase, where.parameter) == (1, "reduce", name)
 
 
+def test_a_golden_finds_a_wrong_optimizer_state(golden, tmp_path):
+    def tamper(phase, step, rank, what, array):
+        return array * np.float32(1.01) if (phase, step, what) == ("state", 2, "block.w") else array
+
+    noisy = synthetic.both(synthetic.jitter(99, NOISE), tamper)
+    found = compare(golden, synthetic.record(tmp_path / "other", made(), tamper=noisy))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and (where.step, where.phase, where.parameter) == (2, "state", "block.w")
+
+
 def test_replicas_and_shards_take_no_more_sketches(tmp_path):
     def rows(world_size, **other):
         recording = synthetic.record(tmp_path / f"{world_size}{other}", made(world_size, **other))
