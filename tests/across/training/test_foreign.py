@@ -1,6 +1,9 @@
 """The foreign pairs are whole, and a map is judged by the elements of every parameter."""
 
 import json
+import re
+import subprocess
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -23,6 +26,25 @@ def test_foreign_pairs_are_whole(number):
         assert all((HERE / "environments" / f"{name}.txt").is_file() for name in pair.environments)
         assert "given.fault" in pair.script(pair.side).read_text()
         assert "given.fault" not in pair.script("ba"["ab".index(pair.side)]).read_text()
+
+
+IMPORTED = """
+import sys
+from importlib.metadata import packages_distributions
+import jax_backend
+known = packages_distributions()
+print(*(known[name][0] for name in {module.partition(".")[0] for module in sys.modules} if name in known))
+"""
+
+
+def test_environments_with_jax_have_what_jax_backend_imports():
+    """pip installs there what a file lists, and nothing else."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    imported = {name.lower().replace("-", "_") for name in done.stdout.split()} - {"crossframe", "setuptools"}
+    assert "jaxtyping" in imported
+    stated = [path.read_text().lower().replace("-", "_") for path in (HERE / "environments").glob("*.txt")]
+    for text in (text for text in stated if "\njax==" in text):
+        assert not imported - set(re.findall(r"^(\w+)==", text, re.MULTILINE))
 
 
 def test_a_map_is_judged_by_elements(tmp_path):
