@@ -37,7 +37,7 @@ def roundings_of_sum(terms: int, roundoff: float, of_factors: float = 0.0) -> tu
 
     Args:
         terms: of an element of the result.
-        roundoff: the unit roundoff of what is added.
+        roundoff: the unit roundoff in which terms are added.
         of_factors: the unit roundoff of the format to which factors are rounded or truncated; 0 if they are not.
 
     >>> roundings_of_sum(4, 0.125), roundings_of_sum(4, 0.125, 0.5)

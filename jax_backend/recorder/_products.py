@@ -1,7 +1,7 @@
 """How precisely an accelerator may compute a matrix product, by the dtypes of its factors and the `precision` of the equation.
 
-A factor that is stored more precisely than the hardware multiplies is rounded, or split into components: x = x1 + x2 + ..., each
-the rounded rest. With n components of unit roundoff u, at most u^n of a factor is lost. Algorithms also leave out products of
+The hardware may multiply in a coarser format than that of the factors. It rounds them, or splits each into components x1 + x2 + ...,
+each the rounded remainder. With n components of unit roundoff u, at most u^n of a factor is lost. Algorithms also leave out products of
 components that are as small as u^n of the result, at most two of them: 2 u^n of each factor covers both.
 """
 
@@ -33,8 +33,8 @@ class Roundings(NamedTuple):
     """Unit roundoffs in a product.
 
     Args:
-        of_factors: of what a factor is multiplied as; 0 if that is the factor itself.
-        of_sums: of the dtype in which products are added; 0 if the equation does not say.
+        of_factors: of the format in which factors are multiplied; 0 if they are not rounded.
+        of_sums: of the dtype in which products are added; 0 if it is not stated.
     """
 
     of_factors: float = 0.0
