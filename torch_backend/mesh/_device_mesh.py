@@ -93,7 +93,7 @@ def find_mesh(mesh: Any, dims: DataParallelMeshDims | None) -> DataMesh:
 
 
 def _mesh_of_all() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     group = default_process_group()
     return _mesh_over(group, "cpu" if accelerator is None else accelerator.type)
 

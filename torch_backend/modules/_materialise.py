@@ -193,7 +193,7 @@ def compute_device(
         return param.device
     if "cpu" in {device.type for device in getattr(group, "_device_types", [torch.device("cpu")])}:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())

@@ -696,6 +696,20 @@ def test_R08_rows_are_right_between_forward_and_backward(ranks, num_rows):
     assert ranks.run(4, _rows_between, num_rows) == [[right, True, right]] * 4
 
 
+def _built_for_gpus(rank: int, world_size: int) -> str:
+    """The device of the default mesh, with a torch that was built for CUDA on a machine without GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        built = lambda check_available=False: None if check_available else torch.device("cuda")  # noqa: E731
+        patch.setattr(torch.accelerator, "current_accelerator", built)
+        model = torch_backend.fully_shard(nn.Linear(3, 4))
+        model(torch.ones(1, 3)).sum().backward()
+    return model.weight.device_mesh.device_type
+
+
+def test_a_build_for_gpus_shards_on_the_cpu_of_a_machine_without_one(ranks):
+    assert ranks.run(2, _built_for_gpus) == ["cpu"] * 2
+
+
 def test_departures_show_torch_wrong_and_ours_right():
     result = subprocess.run(
         [sys.executable, "-m", "experiments.spec.departures"], capture_output=True, text=True, cwd=ROOT
