@@ -33,7 +33,9 @@ import sys
 from importlib.metadata import packages_distributions
 import jax_backend
 known = packages_distributions()
-print(*(known[name][0] for name in {module.partition(".")[0] for module in sys.modules} if name in known))
+# Without namespaces such as "nvidia", whose distributions share a name.
+packages = {name for name, module in sys.modules.items() if "." not in name and getattr(module, "__file__", None)}
+print(*(known[name][0] for name in packages if name in known))
 """
 
 
