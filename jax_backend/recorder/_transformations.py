@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -77,12 +78,14 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
 def _moving(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose results are its first argument with another sharding, through which values are followed."""
 
+    first = next(iter(inspect.signature(function).parameters))
+
     @functools.wraps(function)
-    def move(x: Any, *args: Any, **options: Any) -> Any:
-        result = function(x, *args, **options)
+    def move(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
         collector = current()
         if collector is not None and collector.trace is not None:
-            collector.constrain(x, result)
+            collector.constrain(args[0] if args else options[first], result)
         return result
 
     return move

@@ -233,9 +233,12 @@ for i in range(3):
 """
 
 
-@pytest.mark.parametrize("function", ["jax.lax.with_sharding_constraint", "jax.device_put", "jax.sharding.reshard"])
-def test_a_bare_array_under_constraints_of_its_sharding_is_recorded(tmp_path, run, function):
-    status, variables = run(CONSTRAINED.replace("jax.lax.with_sharding_constraint", function))
+@pytest.mark.parametrize(
+    "call", ["jax.lax.with_sharding_constraint(", "jax.device_put(", "jax.sharding.reshard(out_shardings=where, xs="]
+)
+def test_a_bare_array_under_constraints_of_its_sharding_is_recorded(tmp_path, run, call):
+    text = CONSTRAINED.replace("jax.lax.with_sharding_constraint(", call)
+    status, variables = run(text.replace(", where)", ")") if "where" in call else text)
     assert status == 0
     found = Recording.open(tmp_path / "out")
     assert list(found.manifest.params) == ["param"] and found.full("parameters", 0, "param") == 1.0
