@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Iterator
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from crossframe.dtypes import FLOATING, itemsize
+from crossframe.errors import UnsupportedError
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
 from jax_backend.mesh._device_mesh import devices_of
 from jax_backend.programs._trace import FOREIGN, merged
@@ -26,24 +27,34 @@ _KINDS = {
     "all-to-all": ALL_TO_ALL,
     "ragged-all-to-all": ALL_TO_ALL,
 }
+_LETTERS = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c"), ("_", ""))
+
+
+def _xla_name(name: str) -> str:
+    """What XLA calls a dtype of numpy or ml_dtypes.
+
+    >>> [_xla_name(name) for name in ("bool", "bfloat16", "float8_e4m3fn", "uint4")]
+    ['pred', 'bf16', 'f8e4m3fn', 'u4']
+    """
+    for long, short in _LETTERS:
+        name = name.replace(long, short)
+    return "pred" if name == "bool" else name
+
+
 _DTYPES = {
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "s64": "int64",
-    "s32": "int32",
-    "s16": "int16",
-    "s8": "int8",
-    "u64": "uint64",
-    "u32": "uint32",
-    "u16": "uint16",
-    "u8": "uint8",
-    "pred": "bool",
+    _xla_name(dtype.name): dtype
+    for dtype in (
+        *map(np.dtype, "?bhilqBHILQefdFD"),
+        *(
+            np.dtype(each)
+            for each in vars(ml_dtypes).values()
+            if isinstance(each, type) and issubclass(each, np.generic)
+        ),
+    )
 }
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _OPERATION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z\-]+)\(")
-_SHAPE = re.compile(r"\b(" + "|".join(_DTYPES) + r")\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -122,13 +133,16 @@ def _collective(line: str, result: str, kind: str, rank: int) -> Iterator[tuple[
     if f"{kind}-start(" in line and kind == "all-gather":  # the operands are listed first
         shapes = shapes[len(shapes) // 2 :]
     for i, (dtype, dims) in enumerate(shapes):
-        numel = int(np.prod([int(size) for size in dims.split(",") if size], dtype=int))
-        name = _DTYPES[dtype]
-        width = itemsize(name) if name in FLOATING else np.dtype(name).itemsize
-        num_bytes = numel * width * (len(group) if kind == "reduce-scatter" else 1)
+        numel = int(np.prod([int(size) for size in re.findall(r"\d+", dims)], dtype=int))
+        if dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"expected a collective of a dtype of numpy or ml_dtypes, found {dtype!r} of XLA in the line {line!r}; a newer "
+                "ml_dtypes may have it (pip install --upgrade ml_dtypes)"
+            )
+        num_bytes = numel * _DTYPES[dtype].itemsize * (len(group) if kind == "reduce-scatter" else 1)
         # XLA may join collectives of a bucket's arrays under the name of the first.
         array = f"{operand}.{i}" if operand and i else operand
-        yield Event(_KINDS[kind], unit, phase, name, num_bytes, group, bucket=index), array
+        yield Event(_KINDS[kind], unit, phase, _DTYPES[dtype].name, num_bytes, group, bucket=index), array
 
 
 def group_of(line: str, rank: int) -> tuple[int, ...]:

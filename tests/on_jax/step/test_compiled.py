@@ -1,12 +1,15 @@
 """What XLA made of a step: collectives, and memory."""
 
+import re
 from collections import Counter
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from crossframe import MeshSpec
+from crossframe.errors import UnsupportedError
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, difference
 from jax_backend import compiled_trace, make_mesh, scan, shard, trace_of, value_and_grad
 from jax_backend.programs._compiled_trace import events_of
@@ -115,3 +118,41 @@ ENTRY %main (param: f32[8]) -> f32[8] {{
 """
     found = [(event.kind, event.num_bytes, tuple(event.group)) for event in events_of(program)]
     assert found == [(ALL_REDUCE, 4 * 40, (0, 2)), (ALL_REDUCE, 4 * 16, (0, 4))]
+
+
+def gather_of(shape):
+    """A program that all-gathers an array of a shape, as XLA writes shapes."""
+    collective = f"{shape}{{0}} all-gather(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}"
+    return f"ENTRY %main () -> {shape} {{\n  ROOT %g = {collective}\n}}\n"
+
+
+DTYPES = [
+    np.dtype(each) for each in vars(ml_dtypes).values() if isinstance(each, type) and issubclass(each, np.generic)
+]
+DTYPES += [
+    np.dtype(name) for name in ("bool", "int8", "int64", "uint16", "float16", "float64", "complex64", "complex128")
+]
+NO_HLO = {"complex32", "bcomplex32"}
+"""Dtypes that JAX does not lower."""
+AS_PRED = {"int1", "uint1"}
+"""Dtypes that JAX lowers to booleans."""
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each.name not in NO_HLO | AS_PRED], ids=str)
+@pytest.mark.skipif(not jax.config.read("jax_enable_x64"), reason="JAX then has no dtypes of 64 bits")
+def test_collectives_of_every_dtype_of_XLA_are_read(dtype):
+    lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((6,), dtype)).as_text("hlo")
+    shape = re.search(r"\w+\[6\]", lowered)
+    assert shape is not None
+    [event] = events_of(gather_of(shape[0]))
+    assert (event.kind, event.dtype, event.num_bytes) == (ALL_GATHER, dtype.name, 6 * dtype.itemsize)
+
+
+def test_a_collective_of_an_unknown_dtype_raises_with_its_line():
+    with pytest.raises(UnsupportedError, match=r"found 'f2e1m0' of XLA in the line 'ROOT %g = f2e1m0\[6\].*all-gather"):
+        list(events_of(gather_of("f2e1m0[6]")))
+
+
+def test_a_dimension_of_bounded_size_counts_with_its_bound():
+    [event] = events_of(gather_of("f32[<=6,2]"))
+    assert event.num_bytes == 6 * 2 * 4
