@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from unittest import mock
 
 import pytest
@@ -73,7 +74,7 @@ def test_flags_generators_and_modules_are_stated(tmp_path):
     assert found is not None
     assert found["modules"]["1"] == "Dropout(p=0.25, inplace=False) in evaluation"
     assert found["framework"]["torch.backends.cuda.matmul.allow_tf32"] is False
-    assert found["framework"]["device"] == "cpu" and found["packages"]["torch"] == torch.__version__
+    assert found["framework"]["device"] == "cpu" and found["packages"]["torch"] == version("torch")
     assert len(str(found["random"]["torch"])) == 16
 
 
