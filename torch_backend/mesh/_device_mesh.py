@@ -154,3 +154,8 @@ def joined(first: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
     # The submeshes are kept alive, so that their ids stay unique.
     made = _kept(first, tuple(map(id, others)), lambda: (DeviceMesh._concatenate([first, *others]), others))
     return made[0]
+
+
+def has_same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes, possibly of different names, have the same ranks in the same order on each axis."""
+    return mesh is other or mesh == other or mesh.mesh.tolist() == other.mesh.tolist()

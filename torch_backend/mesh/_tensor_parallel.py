@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from crossframe.errors import ReplacedError
-from torch_backend.mesh._device_mesh import joined
+from torch_backend.mesh._device_mesh import has_same_ranks, joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +124,19 @@ class TensorParallelParam:
         """The local tensor of a summoned parameter that the user may have replaced.
 
         Raises:
-            ReplacedError: a plain tensor, or a DTensor of other placements.
+            ReplacedError: a plain tensor, or a DTensor of other placements or on other ranks.
         """
-        if isinstance(value, DTensor) and value._spec.placements == self.spec.placements:
+        if not isinstance(value, DTensor):
+            came = type(value).__name__
+        elif value._spec.placements != self.spec.placements:
+            came = f"DTensor of placements {value.placements}"
+        elif not has_same_ranks(value._spec.mesh, self.spec.mesh):
+            came = f"DTensor on the mesh of ranks {value._spec.mesh.mesh.tolist()}"
+        else:
             return value._local_tensor
-        came = f"DTensor of placements {value.placements}" if isinstance(value, DTensor) else type(value).__name__
         raise ReplacedError(
             f"parameter {name!r} was replaced by a {came}; expected a DTensor of placements {self.spec.placements} on the mesh "
-            "of tensor parallelism (use distribute_tensor), or copy into the parameter"
+            f"of tensor parallelism, of ranks {self.spec.mesh.mesh.tolist()} (use distribute_tensor), or copy into the parameter"
         )
 
 

@@ -16,6 +16,7 @@ from torch_backend.compat._composable import replaced_by_replicate
 from torch_backend.memory._gather import with_own_storage
 from torch_backend.memory._reshard_group import ReshardGroupShard
 from torch_backend.memory._store import ShardStore
+from torch_backend.mesh._device_mesh import has_same_ranks
 from torch_backend.mesh._placement import Placed
 from torch_backend.modules._owned_params import OwnedParam
 from torch_backend.param_registration._registered_params import (
@@ -137,6 +138,13 @@ class DTensorRegistrar(ShardedParams):
             raise ReplacedError(
                 f"parameter {name!r} was replaced by a DTensor of placements {other._spec.placements}, expected "
                 f"{self._specs[i].placements}; redistribute it first"
+            )
+        found, expected = other._spec.mesh, self._specs[i].mesh
+        if not has_same_ranks(found, expected):
+            raise ReplacedError(
+                f"parameter {name!r} was replaced by a DTensor on {found} of ranks {found.mesh.tolist()}, expected {expected} of "
+                f"ranks {expected.mesh.tolist()}; distribute it on the parameter's device_mesh, or copy its full_tensor() into "
+                "the parameter"
             )
 
     def add_grad(self, shard: Tensor, reduced: Sequence[int], unused: Set[int]) -> None:

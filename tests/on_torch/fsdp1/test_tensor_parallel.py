@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,6 +18,7 @@ import torch_backend
 from crossframe.errors import ReplacedError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers import scripts
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.scripts import difference, outcomes
 from tests.on_torch.helpers.tensor_parallel import Block, Side, mesh_of
 
@@ -206,7 +208,8 @@ def test_sync_module_states_sends_tensor_parallel_parts(ranks, use_orig_params):
 def _replaced(rank, world_size):
     side = Side(OURS, rank, world_size, (2, 2))
     model = side.model(use_orig_params=True)
-    said = []
+
+    reverse = DeviceMesh(DEVICE.type, [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))["tp"]
 
     def replace(new):
         with side.FullyShardedDataParallel.summon_full_params(model):
@@ -218,14 +221,22 @@ def _replaced(rank, world_size):
     after = side.full(model)
     for name, (value, _) in after.items():
         assert difference(before[name][0] * (2 if name == "0.up.weight" else 1), value) == ""
-    said = scripts.raised(lambda: replace(lambda weight: weight.full_tensor()))
-    assert difference(after, side.full(model)) == ""
+    said = []
+    for new in (
+        lambda weight: weight.full_tensor(),
+        lambda weight: distribute_tensor(weight.full_tensor().detach(), reverse, weight.placements),
+    ):
+        said.append(scripts.raised(lambda new=new: replace(new)))
+        assert difference(after, side.full(model)) == ""
     return said
 
 
 def test_R20_replaced_tensor_parallel_parameters_are_written_back(ranks):
-    for said in ranks.run(4, _replaced):
-        assert said.kind is ReplacedError and "'up.weight'" in said.text and "expected a DTensor" in said.text
+    for rank, (plain, elsewhere) in enumerate(ranks.run(4, _replaced)):
+        for said in (plain, elsewhere):
+            assert said.kind is ReplacedError and "'up.weight'" in said.text and "expected a DTensor" in said.text
+        first = rank // 2 * 2
+        assert f"ranks [{first + 1}, {first}]" in elsewhere.text and f"ranks [{first}, {first + 1}]" in elsewhere.text
 
 
 def _states(rank, world_size, use_orig_params):

@@ -18,10 +18,13 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_backend
+from crossframe.errors import ReplacedError
 from tests.conftest import EXHAUSTIVE
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fully_sharded import (
     Both,
     hybrid_mesh,
@@ -295,6 +298,32 @@ def _converted_between_steps(rank: int, world_size: int) -> list[Any]:
 
 def test_R25_a_model_is_converted_between_steps(ranks):
     assert ranks.run(2, _converted_between_steps) == [[True, torch.float64]] * 2
+
+
+def _replaced_on(rank: int, world_size: int, which: str) -> Any:
+    """What a forward says after a DTensor on a mesh was put in the place of a parameter; its full values without an error."""
+    meshes = hybrid_mesh()
+    own = meshes["shard"]
+    arrangements = {"renamed": [[0, 1], [2, 3]], "reversed": [[1, 0], [3, 2]], "other": [[0, 2], [1, 3]]}
+    mesh = DeviceMesh(DEVICE.type, arrangements[which], mesh_dim_names=("outer", "inner"))["inner"]
+    model = torch_backend.fully_shard(linears(4, 4), mesh=own)
+    model[0].weight = nn.Parameter(distribute_tensor(torch.arange(16.0, device=DEVICE).view(4, 4), mesh, [Shard(0)]))
+    said = raised(lambda: model(torch.full((2, 4), rank + 1.0, device=DEVICE)))
+    return said if said is not None else _full(model[0].weight.detach())
+
+
+@pytest.mark.parametrize(("which", "found"), [("reversed", "[1, 0]"), ("other", "[0, 2]")])
+def test_R25_a_replacement_on_other_ranks_raises(ranks, which, found):
+    told = ranks.run(4, _replaced_on, which)
+    assert all(said.kind is ReplacedError for said in told)
+    for part in ("'0.weight'", found, "[0, 1]", "device_mesh"):
+        assert part in told[0].text
+
+
+def test_R25_a_replacement_on_the_same_ranks_is_taken(ranks):
+    """Its mesh may have other names."""
+    for full in ranks.run(4, _replaced_on, "renamed"):
+        assert torch.equal(full, torch.arange(16.0, device=DEVICE).view(4, 4))
 
 
 def _says_what_is_gathered_later(rank: int, world_size: int) -> list[str]:
