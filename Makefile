@@ -21,7 +21,7 @@ help:
 	@echo "make docs     the documentation site, in site/"
 	@echo "make spec     every rule of sharding against torch, the reference and closed forms, all cases"
 	@echo "make mutate   put $(FAULTS) small faults into the core, and see which of them no test sees"
-	@echo "make where    the modules, rules and subjects about WORD=, such as WORD=padding"
+	@echo "make where    the files, functions and rules about WORD=, such as WORD=padding or WORD='freeze|frozen'"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and what was generated"
 
@@ -79,10 +79,12 @@ mutate: $(INSTALLED)
 	$(BIN)/python -m tests.mutate --sample $(FAULTS) --seed 1
 
 # The first line of a module or of a name's docstring that has the word, the rules, and the map of folders.
+SOURCES := 'crossframe/*.py' 'torch_backend/*.py' 'jax_backend/*.py' 'experiments/*.py' ':(glob)tests/*.py' 'tests/**/helpers/*.py'
+
 where:
-	@git grep -inE '^(class |def |""").*$(or $(WORD),$(error make where WORD=padding))' -- 'crossframe/*.py' 'torch_backend/*.py' 'jax_backend/*.py' \
-		'experiments/*.py' ':(glob)tests/*.py' 'tests/**/helpers/*.py' | cut -c1-200
-	@grep -inH '$(WORD)' docs/reference/architecture.md docs/rules.md | cut -c1-200
+	@git ls-files -- $(SOURCES) 'tests/*.py' | grep -iE '/[^/]*($(or $(WORD),$(error make where WORD=padding)))[^/]*$$' || true
+	@git grep -inE '^(class |def |""").*($(WORD))' -- $(SOURCES) | cut -c1-200 || true
+	@grep -inHE '$(WORD)' docs/reference/architecture.md docs/rules.md | cut -c1-200
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -23,7 +23,7 @@ from crossframe.param_map import ParamMap
 from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import INPUT, OUTPUT
-from crossframe.recording.mapped import Activations, Of
+from crossframe.recording.mapped_recording import Activations, Of
 from crossframe.recording.sketch import Sketch, sketches_of
 
 T = TypeVar("T")

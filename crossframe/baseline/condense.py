@@ -7,7 +7,8 @@ parameters, which are kept at every recorded step.
 [Note: spread of a golden] The number of sums of a sketch, and their rounding to float32, decide how closely a golden can be
 compared. The spread is measured with the golden in place of the original run: it is the distance of each perturbed run from what
 the file has. A later run is compared with the same numbers, so if it differs by rounding alone, it is one more draw of the same
-distance, and the false-positive rate of `crossframe.verdict.spread` holds for any number of sums. Fewer sums cost power.
+distance, and the false-positive rate of `crossframe.verdict.perturbed_runs.spread` holds for any number of sums. Fewer sums cost
+power.
 """
 
 import tempfile
@@ -35,7 +36,7 @@ from crossframe.recording.golden_file import Golden, distinct
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH
 from crossframe.recording.sketch import NUM_SUMS
 from crossframe.verdict.measure.values import activation_values, assemble, rank_values
-from crossframe.verdict.spread import spread_of
+from crossframe.verdict.perturbed_runs.spread import spread_of
 
 LEAST_SUMS = 8
 """The smallest number of sums of a sketch in a golden."""

@@ -10,7 +10,7 @@ from crossframe.cli.exit_status import exit_status
 from crossframe.cli.machine_output import TEXT_ONLY, MachineOutput
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording
-from crossframe.recording.stated import Stated, exceeds
+from crossframe.recording.equal_digests import Stated, exceeds
 from crossframe.report.build import report_of
 from crossframe.report.terminal import print_report
 from crossframe.verdict import Verdict

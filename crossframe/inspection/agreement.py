@@ -108,7 +108,7 @@ def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], lis
     """Disagreements on full parameters, and names of parameters that all ranks share but that differ from the shards."""
     found, edited = [], []
     for name in recording.manifest.params:
-        runs = recording.runs(UNSHARDED, step, name)
+        runs = recording.ranges(UNSHARDED, step, name)
         sides = {run.rank: side_of(recording, step, name, run) for run in runs}
         if not sides:
             continue
@@ -137,7 +137,7 @@ def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreem
     for name in recording.manifest.params:
         for slot in recording.state_slots(step, name) if phase == STATE else ("",):
             pieces: dict[tuple[int, int], dict[int, Side]] = {}
-            for run in recording.runs(phase, step, name, slot):
+            for run in recording.ranges(phase, step, name, slot):
                 pieces.setdefault((run.start, run.stop), {})[run.rank] = side_of(recording, step, name, run)
             what = f"{slot or _NOUNS[phase]} of {name!r}"
             for sides in pieces.values():

@@ -122,7 +122,7 @@ def _stood_still(recording: Recording, step: int) -> bool:
 
 
 def _bits(recording: Recording, phase: str, step: int, name: str) -> list[object]:
-    runs = recording.runs(phase, step, name)
+    runs = recording.ranges(phase, step, name)
     return [
         (
             run.rank,

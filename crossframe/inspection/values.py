@@ -18,7 +18,7 @@ from crossframe.recording.event_format import (
     UNSHARDED,
     UPDATE,
 )
-from crossframe.recording.reader import Run
+from crossframe.recording.reader import ElementRange
 from crossframe.verdict.measure.values import Side, activation_values
 
 LOSS = "loss"
@@ -105,7 +105,7 @@ def finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def side_of(recording: Recording, step: int, name: str, run: Run) -> Side:
+def side_of(recording: Recording, step: int, name: str, run: ElementRange) -> Side:
     """The elements of a parameter that one rank recorded, or a sketch of them."""
     return (
         Side(None, recording.sketch_of(step, name, run))
@@ -116,7 +116,7 @@ def side_of(recording: Recording, step: int, name: str, run: Run) -> Side:
 
 def _of_parameters(recording: Recording, phase: str, step: int, names: list[str], slot: str = "") -> Iterator[Value]:
     for name in names:
-        for run in recording.runs(phase, step, name, slot):
+        for run in recording.ranges(phase, step, name, slot):
             yield _value(side_of(recording, step, name, run), step, 0, run.rank, phase, slot, "", name)
 
 
@@ -203,5 +203,5 @@ def _activation_ranges(
 
 
 def _parameter_ranges(recording: Recording, phase: str, step: int, rank: int, names: list[str]) -> tuple[Range, ...]:
-    runs = [(name, run) for name in names for run in recording.runs(phase, step, name) if run.rank == rank]
+    runs = [(name, run) for name in names for run in recording.ranges(phase, step, name) if run.rank == rank]
     return tuple(Range.of(f"{_NAMES[phase]} of {name!r}", side_of(recording, step, name, run)) for name, run in runs)

@@ -7,7 +7,7 @@ DIRECTORY/twin00001/                         the recording of a perturbed run (`
 """
 
 from crossframe.recording.create import create_recording
-from crossframe.recording.index import Batch
+from crossframe.recording.event_index import Batch
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording, common_steps
 from crossframe.recording.recorded_steps import Schedule

@@ -3,7 +3,7 @@
 A convolution takes (batch, channels, *positions) in torch and (batch, *positions, channels) in JAX. Activations between
 convolutions have the same order, and an array alone does not show whether it is an image or the heads of an attention. A recorder
 that does not know the order therefore writes the array unchanged and marks it; a comparison infers the order from the shapes of
-both recordings (`crossframe.verdict.dims`).
+both recordings (`crossframe.verdict.activation_dims`).
 """
 
 from enum import StrEnum

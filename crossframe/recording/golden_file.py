@@ -7,7 +7,7 @@ length before it, and of the parts whose lengths the object states:
 - sketches (`crossframe.recording.sketch`), each distinct one once, with `num_sums` sums. Sums and norms have 4 bytes, or 8 in
   runs that compute in float64. Numbers of one kind are stored together, byte by byte, which compresses better;
 - for each rank and step, the index of each row of its sketches, as the difference to the row before it;
-- the spread of each quantity (`crossframe.verdict.spread`), with 4 bytes.
+- the spread of each quantity (`crossframe.verdict.perturbed_runs.spread`), with 4 bytes.
 
 A file takes about 4 * num_sums + 12 bytes for each tensor and step, and 8 bytes for each sample of a batch.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 from crossframe.errors import RecordingError
 from crossframe.quoting import quote_path
 from crossframe.recording.event_format import EVENTS_NAME, rank_folder
-from crossframe.recording.index import IndexReader
+from crossframe.recording.event_index import IndexReader
 from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 from crossframe.recording.reader import Recording
 

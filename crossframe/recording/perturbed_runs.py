@@ -3,7 +3,7 @@
 A perturbed run starts with parameters that are one unit in the last place away from those of the original run. A hash of its name
 and index moves each element up or down, so that all ranks and replicas agree in every layout. The framework may also change the
 order of sums (`torch_backend.other_rounding`). The spread of the perturbed runs measures how far rounding drives such runs apart:
-see `crossframe.verdict.spread`.
+see `crossframe.verdict.perturbed_runs.spread`.
 """
 
 import os

@@ -18,20 +18,20 @@ from crossframe.mesh import check_rank
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
+from crossframe.recording.element_ranges import ElementRange, StepRanges, SummedSketches
+from crossframe.recording.event_index import Batch, RankIndex, StepLines, UnequalRanks, parse_index, read_index
 from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
-from crossframe.recording.index import Batch, RankIndex, StepLines, UnequalRanks, parse_index, read_index
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
 from crossframe.recording.sample import Sample, merged
 from crossframe.recording.sketch import NUM_SUMS, ROW, Sketch, sketches_of
-from crossframe.recording.step_runs import Run, StepRuns, SummedSketches
 from crossframe.recording.step_tensors import TensorFile
 from crossframe.trace import Event
 
 _OPEN_FILES = 64
 """Number of verified step files that are kept, or those of three steps if there are more ranks."""
 _STEPS = 4
-"""Number of steps whose runs and summed sketches are kept."""
+"""Number of steps whose ranges and summed sketches are kept."""
 
 
 class Recording:
@@ -59,8 +59,8 @@ class Recording:
         self._indexes = tuple(indexes)
         self._progress = Progress(directory, manifest.world_size)
         self._files: dict[tuple[int, int], TensorFile] = {}
-        self._runs: dict[int, StepRuns] = {}
-        self._kinds: dict[tuple[int, ...], StepRuns] = {}
+        self._ranges: dict[int, StepRanges] = {}
+        self._kinds: dict[tuple[int, ...], StepRanges] = {}
         self._summed: dict[tuple[int, int], SummedSketches] = {}
         self._recorded: dict[int, bool] = {}
         self._moved: frozenset[tuple[str, str]] = frozenset()
@@ -230,25 +230,25 @@ class Recording:
         Args:
             use: for the phase "state", the name of the optimizer state entry.
         """
-        runs = self._step_runs(step).of.get((phase, name, use), ())
-        return bool(runs) if rank is None else any(run.rank == rank for run in runs)
+        ranges = self._step_ranges(step).of.get((phase, name, use), ())
+        return bool(ranges) if rank is None else any(part.rank == rank for part in ranges)
 
-    def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
+    def ranges(self, phase: str, step: int, name: str, use: str = "") -> list[ElementRange]:
         """The elements of a parameter that each rank recorded, in rank order."""
-        return list(self._step_runs(step).of.get((phase, name, use), ()))
+        return list(self._step_ranges(step).of.get((phase, name, use), ()))
 
-    def _step_runs(self, step: int) -> StepRuns:
-        if step not in self._runs:
+    def _step_ranges(self, step: int) -> StepRanges:
+        if step not in self._ranges:
             if not all(0 <= step < len(index.lines) for index in self._indexes):
-                return StepRuns([])
+                return StepRanges([])
             own = [index.lines[step] for index in self._indexes]
             alike = tuple(map(id, own))  # the indexes keep them alive
             if alike not in self._kinds:
                 _make_room(self._kinds, _STEPS)
-                self._kinds[alike] = StepRuns(own)
-            _make_room(self._runs, _STEPS)
-            self._runs[step] = self._kinds[alike]
-        return self._runs[step]
+                self._kinds[alike] = StepRanges(own)
+            _make_room(self._ranges, _STEPS)
+            self._ranges[step] = self._kinds[alike]
+        return self._ranges[step]
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
         """An array of the parameter's shape, assembled from the pieces of all ranks of one replica.
@@ -261,49 +261,49 @@ class Recording:
         Raises:
             RecordingError: the pieces do not have every element exactly once, differ in dtype, or are sketches.
         """
-        runs = self._of_replica(phase, step, name, use, replica)
+        ranges = self._of_replica(phase, step, name, use, replica)
         spec = self.manifest.params[name]
-        if any(run.sketch is not None for run in runs):
+        if any(part.sketch is not None for part in ranges):
             raise RecordingError(
                 f"{self._where(phase, step, name, use)} was recorded as a sketch, which does not have its elements; record the "
                 "step densely, in full (detail='full')"
             )
-        pieces = [(run, self.elements(step, run)) for run in runs]
-        flat = np.empty(spec.numel, numpy_dtype(runs[0].dtype if runs else spec.dtype))
-        for run, values in pieces:
-            flat[run.start : run.stop] = values
+        pieces = [(part, self.elements(step, part)) for part in ranges]
+        flat = np.empty(spec.numel, numpy_dtype(ranges[0].dtype if ranges else spec.dtype))
+        for part, values in pieces:
+            flat[part.start : part.stop] = values
         return flat.reshape(spec.shape)
 
     def is_sketched(self, phase: str, step: int, name: str, use: str = "") -> bool:
         """Whether any rank recorded it as a sketch."""
-        return any(run.sketch is not None for run in self.runs(phase, step, name, use))
+        return any(part.sketch is not None for part in self.ranges(phase, step, name, use))
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
         """The sketch of the array that `full` returns, summed over the ranks of one replica; RecordingError as for `full`."""
-        runs = self._of_replica(phase, step, name, use, replica)
-        if not runs:
+        ranges = self._of_replica(phase, step, name, use, replica)
+        if not ranges:
             raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
-        if all(type(run.sketch) is int for run in runs):
+        if all(type(part.sketch) is int for part in ranges):
             what, seed = (phase, name, use), self._seed(name)
-            return self._summed_sketches(step, replica).sketch(what, runs[0].dtype, seed)
-        total = self.sketch_of(step, name, runs[0])
-        for run in runs[1:]:
-            total += self.sketch_of(step, name, run)
+            return self._summed_sketches(step, replica).sketch(what, ranges[0].dtype, seed)
+        total = self.sketch_of(step, name, ranges[0])
+        for part in ranges[1:]:
+            total += self.sketch_of(step, name, part)
         return total
 
     def sample(self, name: str) -> Sample | None:
         """The sample of a parameter before the first step; None if it was not recorded as a sketch, or before format 7."""
         if not self.has(event_format.PARAMETERS, 0, name):
             return None
-        runs = self._of_replica(event_format.PARAMETERS, 0, name, "", 0)
+        ranges = self._of_replica(event_format.PARAMETERS, 0, name, "", 0)
         parts = []
-        for run in runs:
-            if run.sample is None:
+        for part in ranges:
+            if part.sample is None:
                 return None
-            num = self._indexes[run.rank].lines[0].num_sample_items
-            items = self._file(run.rank, 0).read(event_format.SAMPLES_KEY, "float64", num)
+            num = self._indexes[part.rank].lines[0].num_sample_items
+            items = self._file(part.rank, 0).read(event_format.SAMPLES_KEY, "float64", num)
             try:
-                parts.append(Sample.from_items(items[slice(*run.sample)], run.start, run.stop))
+                parts.append(Sample.from_items(items[slice(*part.sample)], part.start, part.stop))
             except ValueError as error:
                 where = self._where(event_format.PARAMETERS, 0, name, "")
                 raise RecordingError(f"{where}: {error}; record the run again") from None
@@ -313,7 +313,7 @@ class Recording:
         at = (step, replica)
         if at not in self._summed:
             group = self._shard_group(replica)
-            sums = self._step_runs(step).sums(group)
+            sums = self._step_ranges(step).sums(group)
             _make_room(self._summed, _STEPS)
             self._summed[at] = SummedSketches(sums, {rank: self.sketch_rows(rank, step) for rank in sums.rows})
         return self._summed[at]
@@ -323,12 +323,12 @@ class Recording:
         ranks = self.manifest.mesh.shard_group(replica * self.manifest.mesh.shard)
         return range(ranks[0], ranks[-1] + 1)
 
-    def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
+    def sketch_of(self, step: int, name: str, part: ElementRange) -> Sketch:
         """The sketch of one rank's elements, which may have been recorded in full."""
-        if run.sketch is None:
-            return sketches_of([self.elements(step, run)], run.start, seed=self._seed(name))[0]
-        numel = run.stop - run.start
-        return self._sketch(run.rank, step, run.key, run.sketch, numel, run.dtype, self._seed(name))
+        if part.sketch is None:
+            return sketches_of([self.elements(step, part)], part.start, seed=self._seed(name))[0]
+        numel = part.stop - part.start
+        return self._sketch(part.rank, step, part.key, part.sketch, numel, part.dtype, self._seed(name))
 
     def _seed(self, name: str) -> str:
         """The name on which the keys of a sketch depend."""
@@ -347,34 +347,34 @@ class Recording:
         num = self._indexes[rank].lines[step].num_sketches
         return self._file(rank, step).rows(num) if num else np.zeros((0, ROW))
 
-    def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
-        """The runs of one replica, which together are the parameter."""
+    def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[ElementRange]:
+        """The ranges of one replica, which together are the parameter."""
         self._check(step, 0)
-        kind, at = self._step_runs(step), ((phase, name, use), replica)
+        kind, at = self._step_ranges(step), ((phase, name, use), replica)
         if at not in kind.whole:
-            kind.whole[at] = self._checked_runs(phase, step, name, use, replica)
+            kind.whole[at] = self._checked_ranges(phase, step, name, use, replica)
         return kind.whole[at]
 
-    def _checked_runs(self, phase: str, step: int, name: str, use: str, replica: int) -> list[Run]:
+    def _checked_ranges(self, phase: str, step: int, name: str, use: str, replica: int) -> list[ElementRange]:
         numel = self.manifest.params[name].numel
         group = self._shard_group(replica)
-        runs = [run for run in self.runs(phase, step, name, use) if run.rank in group]
+        ranges = [part for part in self.ranges(phase, step, name, use) if part.rank in group]
         where = self._where(phase, step, name, use)
-        dtypes = sorted({run.dtype for run in runs})
+        dtypes = sorted({part.dtype for part in ranges})
         if len(dtypes) > 1:
             raise RecordingError(f"{where}: expected one dtype on all ranks, got {dtypes}; record the run again")
         reached = 0
-        for run in sorted(runs, key=lambda run: run.start):
-            if run.start != reached:
+        for part in sorted(ranges, key=lambda part: part.start):
+            if part.start != reached:
                 break
-            reached = run.stop
-        if reached != numel or sum(run.stop - run.start for run in runs) != numel:
+            reached = part.stop
+        if reached != numel or sum(part.stop - part.start for part in ranges) != numel:
             raise RecordingError(
                 f"{where}: expected each of {numel} elements from exactly one of ranks {list(group)}, but the pieces are "
-                f"{[(run.rank, run.start, run.stop) for run in runs][:8]} (rank, start, stop), and element {reached} is the "
-                "first in none or in two; the recorder's pieces are wrong, or a rank did not record it"
+                f"{[(part.rank, part.start, part.stop) for part in ranges][:8]} (rank, start, stop), and element {reached} is "
+                "the first in none or in two; the recorder's pieces are wrong, or a rank did not record it"
             )
-        return runs
+        return ranges
 
     def local(self, step: int, rank: int, name: str) -> np.ndarray:
         """The gradient of one rank's own batch, in the parameter's shape; RecordingError if it was not recorded."""
@@ -385,28 +385,28 @@ class Recording:
         return self._own(event_format.UNSHARDED, "unsharded parameter", step, rank, name)
 
     def _own(self, phase: str, what: str, step: int, rank: int, name: str) -> np.ndarray:
-        run = self.own_run(phase, step, rank, name)
-        if run is None or run.sketch is not None:
+        part = self.own_range(phase, step, rank, name)
+        if part is None or part.sketch is not None:
             raise RecordingError(
-                f"{self.directory}: rank {rank} recorded no {what} of {name!r} {'in full ' if run else ''}at step {step}: they "
+                f"{self.directory}: rank {rank} recorded no {what} of {name!r} {'in full ' if part else ''}at step {step}: they "
                 f"are recorded at dense steps, of which the first {self.manifest.schedule.dense} are"
             )
-        return self.elements(step, run).reshape(self.manifest.params[name].shape)
+        return self.elements(step, part).reshape(self.manifest.params[name].shape)
 
-    def own_run(self, phase: str, step: int, rank: int, name: str) -> Run | None:
+    def own_range(self, phase: str, step: int, rank: int, name: str) -> ElementRange | None:
         """The elements of a parameter that one rank recorded; None if there are none."""
         self._check(step, rank)
-        return next((run for run in self.runs(phase, step, name) if run.rank == rank), None)
+        return next((part for part in self.ranges(phase, step, name) if part.rank == rank), None)
 
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
         """The names of the optimizer state entries of a parameter that any rank recorded after a step, as in torch."""
         self._check(step, 0)
-        return self._step_runs(step).slots.get(name, ())
+        return self._step_ranges(step).slots.get(name, ())
 
     def count(self, step: int, name: str) -> float | None:
         """The optimizer's count of its steps for a parameter, from the first rank that recorded it; None if there is none."""
         self._check(step, 0)
-        rank = self._step_runs(step).counted.get(name)
+        rank = self._step_ranges(step).counted.get(name)
         return None if rank is None else self._indexes[rank].count(step, name)
 
     def learning_rates(self, step: int) -> tuple[float, ...]:
@@ -515,9 +515,9 @@ class Recording:
         of = f"{use} of " if use else ""
         return f"{quote_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {quote(name)}"
 
-    def elements(self, step: int, run: Run) -> np.ndarray:
-        """The elements of a run that was recorded in full, as a 1-D array."""
-        return self._file(run.rank, step, run.before).read(run.key, run.dtype, run.stop - run.start)
+    def elements(self, step: int, part: ElementRange) -> np.ndarray:
+        """The elements of a range that was recorded in full, as a 1-D array."""
+        return self._file(part.rank, step, part.before).read(part.key, part.dtype, part.stop - part.start)
 
     def _file(self, rank: int, step: int, before: bool = False) -> TensorFile | GoldenStep:
         """The tensors of a rank at a step, or at the previous step."""

@@ -14,7 +14,7 @@ from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.program import PROGRAM
 from crossframe.report.traces import trace_of, trace_table
 from crossframe.verdict import Bounds, PairVerdict, bounds_for, compare, overall
-from crossframe.verdict.dims import in_one_order
+from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.one_naming import in_one_naming
 
 

@@ -21,13 +21,13 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import COMPILED, DETERMINISTIC, ENVIRONMENT, OPTIMIZER_KERNEL, PROGRAM, SOURCE
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
-from crossframe.verdict.measure.walk import walk
 
 _DIGESTS = frozenset({SOURCE, ENVIRONMENT})
 # Settings that do not affect what a run computes.

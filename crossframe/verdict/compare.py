@@ -7,8 +7,9 @@ from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
+from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of
-from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_envelope, conclude_initial_values
+from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_limits, conclude_initial_values
 from crossframe.verdict.diagnosis import (
     Diagnosis,
     diagnose,
@@ -18,9 +19,7 @@ from crossframe.verdict.diagnosis import (
     needs_full_tensors,
 )
 from crossframe.verdict.diagnosis.stated_optimizer import MOMENTS, rule_of
-from crossframe.verdict.dims import in_one_order
 from crossframe.verdict.divergence_text import NOUNS, other_dtype
-from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.environments import environments_of
 from crossframe.verdict.evidence import (
     UNDECIDED,
@@ -31,8 +30,8 @@ from crossframe.verdict.evidence import (
     evidence_from_direction,
 )
 from crossframe.verdict.findings import Findings
-from crossframe.verdict.islands import island_at
-from crossframe.verdict.measure.aligned import in_place
+from crossframe.verdict.measure.aligned_samples import in_place
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
     BATCH,
@@ -45,15 +44,16 @@ from crossframe.verdict.measure.comparable import (
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch, ranks_off
 from crossframe.verdict.measure.loss_scale import scaled_on_one_side
+from crossframe.verdict.measure.narrower_dtypes import narrower_dtype_at
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.walk import walk
+from crossframe.verdict.measure.unequal_dtypes import describe_precisions
 from crossframe.verdict.model_ranks import model_ranks_differ
 from crossframe.verdict.one_naming import in_one_naming
-from crossframe.verdict.one_sided import recorded_on_one_side
+from crossframe.verdict.one_sided_tensors import recorded_on_one_side
+from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.result import PairVerdict
-from crossframe.verdict.unequal_dtypes import describe_precisions
-from crossframe.verdict.unused_values import UnusedValues
+from crossframe.verdict.unused_rows import UnusedRows
 from crossframe.verdict.verdicts import Verdict
 
 
@@ -75,7 +75,7 @@ def compare(
     dtypes it is a bug only before the first update, because an optimizer can amplify rounding. After the first update, in
     dtypes too coarse for a bound, and where a difference uses more than `NEAR` of a bound coarser than float64's, the verdict
     is inconclusive. If a float64 run computes a part in float32, float32's bounds apply from there on
-    (`crossframe.verdict.islands`).
+    (`crossframe.verdict.measure.narrower_dtypes`).
 
     Initial parameters must be bitwise equal; unrelated values mean another run (`crossframe.verdict.initial_values`). A gathered
     parameter must equal its shards, unless both runs changed parameters between steps. NaN or infinity on one side only is a bug
@@ -84,12 +84,12 @@ def compare(
     if they differ, differences within bounds are not rounding.
 
     If the runs compute or store parameters in different dtypes, the coarser dtype sets the bounds, and only perturbed runs of the
-    coarser run are used (`crossframe.verdict.unequal_dtypes`).
+    coarser run are used (`crossframe.verdict.measure.unequal_dtypes`).
 
-    If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.envelope`).
+    If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.perturbed_runs.limits`).
 
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
-    (`crossframe.verdict.unused_values`).
+    (`crossframe.verdict.unused_rows`).
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -135,17 +135,17 @@ def compare(
         settings, stated = (batches, *settings), (batches.describe(names), *stated)
     pair = Pair(a, b, sketched=sketched)
     dtype = pair.dtype
-    envelope = Envelope.of(pair)
-    pair.noise = envelope.noise if envelope else ()
-    findings, unused = Findings(), UnusedValues()
-    island = None
+    limits = Limits.of(pair)
+    pair.noise = limits.noise if limits else ()
+    findings, unused = Findings(), UnusedRows()
+    narrower = None
     for group in walk(pair):
-        if envelope:
-            judged = _caused(pair, envelope.judge(group))
+        if limits:
+            judged = _caused(pair, limits.judge(group))
         else:
-            if island is None and pair.coarser is None and (island := island_at(group, dtype)) is not None:
-                pair.rounds_in = island.dtype
-            judged = [judge(island.judged(quantity) if island else quantity) for quantity in group]
+            if narrower is None and pair.coarser is None and (narrower := narrower_dtype_at(group, dtype)) is not None:
+                pair.rounds_in = narrower.dtype
+            judged = [judge(narrower.judged(quantity) if narrower else quantity) for quantity in group]
         findings.add(judged, group)
         unused.add(judged)
     if (without_use := unused.describe()) is not None:
@@ -158,7 +158,7 @@ def compare(
         where = replace(where, ranks=ranks_off(findings.group, b.manifest))
         # Other steps have only losses, and any number is a multiple of another.
         if where.step in pair.steps:
-            diagnosis = diagnose(pair, first, where, envelope.limit if envelope else _known_beforehand)
+            diagnosis = diagnose(pair, first, where, limits.limit if limits else _known_beforehand)
     if (
         where is not None
         and where.phase == PARAMETERS
@@ -166,16 +166,16 @@ def compare(
         and (text := conclude_initial_values(pair))
     ):
         verdict, reason = text
-    elif envelope:
-        verdict, reason = conclude_by_envelope(pair, findings, where, envelope)
+    elif limits:
+        verdict, reason = conclude_by_limits(pair, findings, where, limits)
     else:
-        verdict, reason = conclude_by_bounds(pair, findings, where, island)
-    directions = envelope.directions(dtype) if envelope and verdict in UNDECIDED else None
+        verdict, reason = conclude_by_bounds(pair, findings, where, narrower)
+    directions = limits.directions(dtype) if limits and verdict in UNDECIDED else None
     evidence = None
     if bitwise or verdict is Verdict.BUG:
-        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=envelope is not None)
+        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=limits is not None)
     evidence = evidence or evidence_from_cause(pair, findings, bits, verdict, names)
-    evidence = evidence or evidence_from_direction(pair, findings, directions, envelope, where, names)
+    evidence = evidence or evidence_from_direction(pair, findings, directions, limits, where, names)
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
@@ -226,8 +226,8 @@ def compare(
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
-        envelope_used=max(findings.used_before, first.used if first else 0.0) if envelope else None,
-        judged_share=envelope.judged_share if envelope else None,
+        envelope_used=max(findings.used_before, first.used if first else 0.0) if limits else None,
+        judged_share=limits.judged_share if limits else None,
         judged=tuple(findings.judged),
         diagnosis=diagnosis,
         settings=stated,

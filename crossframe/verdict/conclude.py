@@ -5,14 +5,14 @@ import shlex
 from crossframe.recording.event_format import UPDATE
 from crossframe.recording.known_settings import COMMAND, RECORD, TRAIN
 from crossframe.verdict.divergence_text import describe
-from crossframe.verdict.envelope import SUFFICIENT_RUNS, Envelope, decisive
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.initial_values import differing_replica, unrelated_parameters
-from crossframe.verdict.islands import Island
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.narrower_dtypes import NarrowerDtype
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.unrecorded import unseen
+from crossframe.verdict.perturbed_runs.limits import SUFFICIENT_RUNS, Limits, decisive
+from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
 # Amplified rounding grows gradually: by about 100 times in five steps for a GPT with a learning rate that was too high. A bug
@@ -23,16 +23,18 @@ NEAR = 0.1
 
 
 def conclude_by_bounds(
-    pair: Pair, findings: Findings, where: Divergence | None, island: Island | None
+    pair: Pair, findings: Findings, where: Divergence | None, narrower: NarrowerDtype | None
 ) -> tuple[Verdict, str]:
     """Return the verdict and its reason, without perturbed runs."""
-    verdict, reason = _of_bounds(pair, findings, where, island)
-    return verdict, f"{reason}; {island.describe()}" if island and not findings.equal else reason
+    verdict, reason = _of_bounds(pair, findings, where, narrower)
+    return verdict, f"{reason}; {narrower.describe()}" if narrower and not findings.equal else reason
 
 
-def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island: Island | None) -> tuple[Verdict, str]:
-    first, bounds = findings.first, island.bounds if island else pair.bounds
-    dtype = island.dtype if island else pair.dtype
+def _of_bounds(
+    pair: Pair, findings: Findings, where: Divergence | None, narrower: NarrowerDtype | None
+) -> tuple[Verdict, str]:
+    first, bounds = findings.first, narrower.bounds if narrower else pair.bounds
+    dtype = narrower.dtype if narrower else pair.dtype
     if first is not None and where is not None:
         text = describe(first, where, labels(pair.a, pair.b), unseen=unseen(pair, where))
         if first.one_sided or first.quantity.bound is None:
@@ -75,17 +77,15 @@ def _of_bounds(pair: Pair, findings: Findings, where: Divergence | None, island:
     return Verdict.ROUNDING, text
 
 
-def conclude_by_envelope(
-    pair: Pair, findings: Findings, where: Divergence | None, envelope: Envelope
-) -> tuple[Verdict, str]:
+def conclude_by_limits(pair: Pair, findings: Findings, where: Divergence | None, limits: Limits) -> tuple[Verdict, str]:
     """Return the verdict and its reason, from the spread of perturbed runs."""
     if findings.first is not None and where is not None:
-        names, by = labels(pair.a, pair.b), envelope.describe()
+        names, by = labels(pair.a, pair.b), limits.describe()
         text = describe(findings.first, where, names, by=by, unseen=unseen(pair, where))
         if not findings.settled:
             return Verdict.INCONCLUSIVE, (
-                f"{text}; but no quantity exceeds {findings.most_beyond:.2f} times its bound, and with {envelope.num_runs} "
-                f"perturbed runs {decisive(envelope.num_runs):.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
+                f"{text}; but no quantity exceeds {findings.most_beyond:.2f} times its bound, and with {limits.num_runs} "
+                f"perturbed runs {decisive(limits.num_runs):.1f} times would be decisive: {_settle(pair, SUFFICIENT_RUNS)}"
             )
         return Verdict.BUG, text
     if findings.equal:
@@ -95,10 +95,10 @@ def conclude_by_envelope(
         text = f"from step {q.step} on ({q.phase} {q.name!r}) both sides contain NaN or infinity and cannot be compared"
         return Verdict.INCONCLUSIVE, f"{text}: lower the learning rate"
     text = (
-        f"all differences are within the spread of {envelope.describe()}: at most {findings.used_before:.2f} of the bound "
-        f"({100 * envelope.judged_share:.0f} % of the updated elements had gradients large enough to be judged)"
+        f"all differences are within the spread of {limits.describe()}: at most {findings.used_before:.2f} of the bound "
+        f"({100 * limits.judged_share:.0f} % of the updated elements had gradients large enough to be judged)"
     )
-    if (step := envelope.saturated_from) is not None:
+    if (step := limits.saturated_from) is not None:
         chaos = f"but from step {step} on the gradients of the perturbed runs are unrelated, so a bug would not show"
         return Verdict.INCONCLUSIVE, f"{text}, {chaos}: compare fewer steps (--steps {max(step, 1)}), or in float64"
     return Verdict.ROUNDING, text

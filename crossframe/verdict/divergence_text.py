@@ -18,7 +18,7 @@ from crossframe.recording.event_format import (
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.locate import Divergence, who, with_ranks
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
-from crossframe.verdict.unrecorded import Unrecorded
+from crossframe.verdict.unrecorded_causes import Unrecorded
 
 NOUNS = {  # in the causal order of a step
     PARAMETERS: "initial value",

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from crossframe.dtypes import unit_roundoff
 from crossframe.verdict.bits import Bits, operator_difference
 from crossframe.verdict.diagnosis import Diagnosis, diagnose
-from crossframe.verdict.direction import GAIN, TANH, Directions, Found
 from crossframe.verdict.divergence_text import describe_quantity
-from crossframe.verdict.envelope import Envelope
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.perturbed_runs.directions import GAIN, TANH, Directions, Found
+from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.verdicts import Verdict
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
@@ -133,13 +133,13 @@ def evidence_from_direction(
     pair: Pair,
     findings: Findings,
     directions: Directions | None,
-    envelope: Envelope | None,
+    limits: Limits | None,
     where: Divergence | None,
     names: tuple[str, str],
 ) -> Evidence | None:
     """Return a bug if a difference within the spread of perturbed runs has a direction, and no earlier quantity is outside; None
     otherwise."""
-    if directions is None or envelope is None or (found := directions.found) is None:
+    if directions is None or limits is None or (found := directions.found) is None:
         return None
     if where is not None and where.step < found.stop - 1:
         return None
@@ -149,7 +149,7 @@ def evidence_from_direction(
         # The quantity with a direction is a consequence of the first bitwise difference of the same step.
         judgement, reason = apart, f"{reason}; in bits the first difference is {describe_quantity(apart)}"
     at = locate_sketch(judgement, pair)
-    diagnosis = diagnose(pair, judgement, at, envelope.limit) if at.step in pair.steps else None
+    diagnosis = diagnose(pair, judgement, at, limits.limit) if at.step in pair.steps else None
     if found.direction == GAIN and diagnosis is None:
         diagnosis = Diagnosis("norm_epsilon", f"{reason}, as with another epsilon.")
     if found.direction == TANH:

@@ -91,7 +91,7 @@ class Findings:
             self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)
 
     def set_aside(self) -> None:
-        """Judge nothing that is outside its bound: it has no consequence (`crossframe.verdict.unused_values`)."""
+        """Judge nothing that is outside its bound: it has no consequence (`crossframe.verdict.unused_rows`)."""
         self.judged = [replace(each, used=None, beyond=False) if each.beyond else each for each in self.judged]
         self.first, self.group, self.most_beyond = None, [], 0.0
         self.used_before = max((each.used for each in self.judged if each.used is not None), default=0.0)

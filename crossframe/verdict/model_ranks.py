@@ -12,7 +12,7 @@ import math
 
 from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD, PARAMETERS
-from crossframe.recording.index import UnequalRanks
+from crossframe.recording.event_index import UnequalRanks
 from crossframe.verdict.divergence_text import NOUNS
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.comparable import labels

@@ -15,9 +15,9 @@ from crossframe.param_map import ParamMap
 from crossframe.quoting import quote, quote_error
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS
-from crossframe.recording.idle import idle_parameters
 from crossframe.recording.known_settings import NOT_RECORDED
-from crossframe.recording.mapped import MappedRecording, Of, mapped, with_identities
+from crossframe.recording.mapped_recording import MappedRecording, Of, mapped, with_identities
+from crossframe.recording.unused_params import unused_params
 from crossframe.verdict.measure.comparable import labels
 
 _MOST = 3
@@ -123,7 +123,7 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         [name for name in side if name not in known]
         for side, known in ((values, param_map.by_name), (other_values, param_map.by_path))
     ]
-    idle = [idle_parameters(recording, side) for recording, side in zip((first, second), lacking, strict=True)]
+    idle = [unused_params(recording, side) for recording, side in zip((first, second), lacking, strict=True)]
     if any(len(unused) < len(side) for unused, side in zip(idle, lacking, strict=True)) or 2 * num < num_all:
         open_ones = _listed([", ".join((*each.names, *each.paths)) for each in found.undecided])
         if first.golden is not None or second.golden is not None:
@@ -211,8 +211,8 @@ def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped
         note = f"{note}; padding of {_listed([entry.name for entry in padded])} is not compared"
     ours, theirs = first.manifest.params, second.manifest.params
     idle = [
-        idle_parameters(first, (name for name in ours if name not in param_map.by_name and name not in theirs)),
-        idle_parameters(second, (path for path in theirs if path not in param_map.by_path and path not in ours)),
+        unused_params(first, (name for name in ours if name not in param_map.by_name and name not in theirs)),
+        unused_params(second, (path for path in theirs if path not in param_map.by_path and path not in ours)),
     ]
     if idle[0]:
         first = _without(first, idle[0])

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field
 
 from crossframe.verdict.diagnosis import Diagnosis
-from crossframe.verdict.direction import Directions
 from crossframe.verdict.environments import Environments
 from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.perturbed_runs.directions import Directions
 from crossframe.verdict.verdicts import Verdict
 
 
@@ -49,7 +49,7 @@ class PairVerdict:
         loss_differences: per step, the largest over ranks.
         parameter_differences: per recorded step, (step, the largest over parameters).
         envelope_used: the largest share of its limit that any quantity uses; more than 1 is outside. None without perturbed runs.
-        judged_share: the share of all updated elements that could be judged (`crossframe.verdict.steady`). None without
+        judged_share: the share of all updated elements that could be judged (`perturbed_runs.steady_elements`). None without
             perturbed runs.
         judged: all compared quantities in causal order.
         diagnosis: the hypothesis that explains the first divergence, or None.

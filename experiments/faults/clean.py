@@ -19,7 +19,7 @@ from rich.console import Console
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.spread import FALSE_POSITIVE_RATE
+from crossframe.verdict.perturbed_runs.spread import FALSE_POSITIVE_RATE
 from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH
 from experiments.faults.judging import loss_differs, parameters_close, place_of
 from experiments.faults.run import NUM_PERTURBED_RUNS, Recorders

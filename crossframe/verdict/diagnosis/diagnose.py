@@ -22,6 +22,7 @@ from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.factor_hypotheses import constant_factor
 from crossframe.verdict.diagnosis.fit import SIGNATURES, Fit, best
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import Judgement
 from crossframe.verdict.measure.locate import Divergence
@@ -29,7 +30,6 @@ from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.measure.values import assemble
-from crossframe.verdict.measure.walk import walk
 
 LEAVES = "; this leaves "
 """In the text of a diagnosis, what follows states how well the hypothesis fits."""

@@ -115,7 +115,7 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
     """The norm is over the shards of a single rank, or over those of all other ranks."""
     manifest, squares = case.wrong.manifest, np.zeros(case.wrong.manifest.mesh.shard)
     for name in manifest.params:
-        for run in case.wrong.runs(REDUCE, case.step, name):
+        for run in case.wrong.ranges(REDUCE, case.step, name):
             if run.rank < squares.size:
                 if run.sketch is not None:
                     return

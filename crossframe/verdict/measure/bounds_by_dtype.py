@@ -1,4 +1,4 @@
-"""Bounds on the difference that rounding can cause, where no perturbed runs measure it (`crossframe.verdict.spread`).
+"""Bounds on the difference that rounding can cause, where no perturbed runs measure it (`crossframe.verdict.perturbed_runs`).
 
 The bounds are defined in float64, where frameworks agree to about 1e-12 and a bug exceeds this by many orders of magnitude:
 1e-12 (relative) for losses at every step, 1e-11 for parameters and gradients.

@@ -174,10 +174,10 @@ def labels(a: Recording, b: Recording) -> tuple[str, str]:
 def why_incomparable(a: Recording, b: Recording) -> str | None:
     """Why the recordings cannot be compared: all reasons, as clauses; None if they can.
 
-    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.unequal_dtypes`). At different world sizes,
-    all ranks together must have the same samples, with the same number on each rank, and no module may normalise over the samples
-    of its rank, as batch norm does: otherwise a mean over ranks is not a mean over samples. At equal world sizes, other samples
-    are like a setting that differs (`differing_batches`).
+    Parameters must agree in name and shape; dtypes may differ (`crossframe.verdict.measure.unequal_dtypes`). At different world
+    sizes, all ranks together must have the same samples, with the same number on each rank, and no module may normalise over the
+    samples of its rank, as batch norm does: otherwise a mean over ranks is not a mean over samples. At equal world sizes, other
+    samples are like a setting that differs (`differing_batches`).
     """
     found = list(_reasons(a, b))
     more = [f"and {len(found) - MOST_REASONS} more differences"] if len(found) > MOST_REASONS else []

@@ -21,7 +21,7 @@ class Judgement:
         both_not_finite: whether an element is NaN, or the same infinity, on both sides.
         whole: norm(a - b) / scale.
         undecided: whether it is beyond its bound, but so little that further perturbed runs may raise the bound above it
-            (`crossframe.verdict.envelope.decisive`).
+            (`crossframe.verdict.perturbed_runs.limits.decisive`).
     """
 
     quantity: Quantity

@@ -169,7 +169,7 @@ def _held(q: Quantity, pair: Pair) -> tuple[int | None, int, int]:
     if q.rank is not None or not q.parameter:
         return q.rank, 0, q.numel
     use = q.use if q.phase == STATE else ""
-    ours, theirs = (recording.runs(q.phase, q.step, q.parameter, use) for recording in (pair.a, pair.b))
+    ours, theirs = (recording.ranges(q.phase, q.step, q.parameter, use) for recording in (pair.a, pair.b))
     shard = pair.b.manifest.mesh.shard
     held = [run for run in theirs if run.rank // shard == q.replica]
     by_range = {(run.start, run.stop): run for run in ours}

@@ -35,10 +35,10 @@ class Pair:
         whole_until: the first step that is not in `steps`.
         dtype: the compute dtype; the coarser one if the runs differ. If only products differ, the coarser one of these.
         coarser: the side with the coarser compute or parameter dtype, or with coarser products, 0 for a and 1 for b; None if they
-            are equal (`crossframe.verdict.unequal_dtypes`).
+            are equal (`crossframe.verdict.measure.unequal_dtypes`).
         by_products: whether only the rounding of products differs, as of TF32.
         measured: the sides whose perturbed runs measure rounding: the coarser one, or the finer one if only products differ.
-        noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.envelope`).
+        noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.perturbed_runs.limits`).
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
         unmatched: by (module, use), why an activation that both recorded could not be matched by sample, as a clause.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.

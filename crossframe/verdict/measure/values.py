@@ -73,7 +73,7 @@ def assemble(recording: Recording, phase: str, step: int, name: str, use: str = 
 
 def rank_values(recording: Recording, phase: str, step: int, rank: int, name: str) -> Side:
     """A rank's own full tensor for a parameter; zeros if it recorded none."""
-    spec, run = recording.manifest.params[name], recording.own_run(phase, step, rank, name)
+    spec, run = recording.manifest.params[name], recording.own_range(phase, step, rank, name)
     if run is None:
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
     if run.sketch is not None:

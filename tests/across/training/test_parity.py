@@ -109,7 +109,7 @@ def test_bfloat16_and_top_k_routing_lie_within_what_perturbed_runs_of_torch_reac
         record_with_torch(ranks, run, path)
     a, b = Recording.open(tmp_path / "torch"), record_with_jax(settings, tmp_path / "jax")
     assert {spec.dtype for spec in a.manifest.params.values()} == {"float32"}
-    assert a.runs(BACKWARD, 0, "head.weight")[0].dtype == b.runs(BACKWARD, 0, "head.weight")[0].dtype == "bfloat16"
+    assert a.ranges(BACKWARD, 0, "head.weight")[0].dtype == b.ranges(BACKWARD, 0, "head.weight")[0].dtype == "bfloat16"
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING, found.reason
     assert 0 < found.envelope_used < 1

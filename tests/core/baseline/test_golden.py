@@ -14,7 +14,7 @@ from crossframe.recording.golden_file import Golden
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.spread import known_spread, spread_of
+from crossframe.verdict.perturbed_runs.spread import known_spread, spread_of
 from tests.commands import invoke, status_of
 from tests.core.helpers import synthetic
 

@@ -107,7 +107,7 @@ def test_a_bug_behind_renamed_and_transposed_parameters_is_found(golden, tmp_pat
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
     assert (found.first_divergence.step, found.first_divergence.parameter) == (1, name)
     view = in_one_naming(golden, named).b
-    for run in view.runs("update", 1, name):  # read to name the rank
+    for run in view.ranges("update", 1, name):  # read to name the rank
         assert view.sketch_of(1, name, run).equals(sketches_of([view.elements(1, run)], run.start)[0])
 
 

@@ -14,12 +14,12 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
 from crossframe.verdict.diagnosis.stated_optimizer import betas_of
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.locate import locate, locate_sketch
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
-from crossframe.verdict.measure.walk import walk
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers.faulty import CLIP, DECAY, OWN_ADAM, RATE, Faults, manifest, record, started
 from tests.core.helpers.kept_texts import check_text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.index import Batch
+from crossframe.recording.event_index import Batch
 
 TOKENS = np.arange(12).reshape(4, 3)
 IMAGES = np.random.default_rng(0).integers(0, 16, size=(4, 2, 2)).astype(np.float64)

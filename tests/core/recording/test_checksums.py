@@ -3,7 +3,7 @@
 import pytest
 
 from crossframe.cli.compare import equal_as_stated
-from crossframe.recording.stated import Stated, exceeds
+from crossframe.recording.equal_digests import Stated, exceeds
 from tests.core.helpers import synthetic
 
 

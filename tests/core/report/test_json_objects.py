@@ -21,9 +21,9 @@ from crossframe.inspection.optimizer import Departure
 from crossframe.monitoring import alarm
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.verdict.diagnosis import Diagnosis
-from crossframe.verdict.direction import Directions
 from crossframe.verdict.environments import Environments
 from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.perturbed_runs.directions import Directions
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.verdicts import Verdict
 

@@ -36,7 +36,7 @@ from crossframe.trace import collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.diagnosis.fit import SIGNATURES
-from crossframe.verdict.measure.walk import ALL
+from crossframe.verdict.measure.causal_order import ALL
 from crossframe.verdict.result import Judged
 from tests.core.helpers import synthetic
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.norms_and_gelus import Recogniser
+from crossframe.verdict.perturbed_runs.directions import Casts, Directions, Tally, directions_of
+from crossframe.verdict.perturbed_runs.norms_and_gelus import Recogniser
 from tests.core.helpers.kept_texts import check_text
 from tests.core.helpers.quantities import quantity
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.norms_and_gelus import Estimates, Recogniser
+from crossframe.verdict.perturbed_runs.norms_and_gelus import Estimates, Recogniser
 from tests.core.helpers.quantities import quantity
 
 LOW = numpy_dtype("bfloat16")

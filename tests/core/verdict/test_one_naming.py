@@ -9,8 +9,8 @@ import pytest
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.recording.idle import idle_parameters
 from crossframe.recording.sketch import WHOLE
+from crossframe.recording.unused_params import unused_params
 from crossframe.verdict import Verdict, compare, one_naming
 from crossframe.verdict.one_naming import OneNaming, in_one_naming
 from tests.core.helpers import synthetic
@@ -286,6 +286,6 @@ def test_parameters_that_one_side_did_not_record_are_not_compared(tmp_path, worl
 def test_forward_alone_leaves_no_parameter_out(tmp_path):
     made = replace(synthetic.manifest(1), settings={"forward_only": True})
     recording = synthetic.record(tmp_path / "a", made, tamper=lambda *args: args[-1] * (args[0] != "reduce"))
-    assert idle_parameters(recording, ["bias"]) == ()
+    assert unused_params(recording, ["bias"]) == ()
     trained = synthetic.record(tmp_path / "b", tamper=lambda *args: args[-1] * (args[0] != "reduce"))
-    assert idle_parameters(trained, ["bias"]) == ("bias",)
+    assert unused_params(trained, ["bias"]) == ("bias",)

@@ -9,9 +9,9 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.direction import GAIN, Casts, Tally, directions_of
-from crossframe.verdict.spread import margin
-from crossframe.verdict.unequal_dtypes import scale_of_products
+from crossframe.verdict.measure.unequal_dtypes import scale_of_products
+from crossframe.verdict.perturbed_runs.directions import GAIN, Casts, Tally, directions_of
+from crossframe.verdict.perturbed_runs.spread import margin
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import other_specs, quantity
 from tests.core.helpers.synthetic import both, jitter

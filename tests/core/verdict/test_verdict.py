@@ -12,8 +12,8 @@ from crossframe.layout import FlatLayout
 from crossframe.param_map import identity_map
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.walk import walk
 from crossframe.verdict.measure.zero_gradient import terms_of
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import only

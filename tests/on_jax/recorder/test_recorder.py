@@ -133,7 +133,7 @@ def test_what_is_recorded_is_what_the_loop_had(tmp_path):
             np.testing.assert_array_equal(found.full("state", step, name, use="exp_avg"), mu[name])
             np.testing.assert_array_equal(found.full("state", step, name, use="exp_avg_sq"), nu[name])
             np.testing.assert_array_equal(found.full("update", step, name), after[name])
-    assert found.runs("update", 0, "blocks.0.weight")[1].start == 15  # 3 of 5 rows lie on the first rank
+    assert found.ranges("update", 0, "blocks.0.weight")[1].start == 15  # 3 of 5 rows lie on the first rank
 
 
 def test_a_rank_tells_what_its_own_device_holds(tmp_path):

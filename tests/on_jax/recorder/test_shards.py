@@ -272,7 +272,7 @@ def test_what_is_cut_on_another_dim_is_recorded_by_rows(tmp_path, replicate):
     with Recorder(tmp_path / "r", sharded) as recorder:
         recorder.step(params=sharded, grads=sharded, opt_state=state, loss=np.ones(mesh.size))
     found = Recording.open(tmp_path / "r")
-    assert found.runs("update", 0, "w")[1].start == 12
+    assert found.ranges("update", 0, "w")[1].start == 12
     for replica in range(replicate):
         for at in (("parameters", ""), ("reduce", ""), ("state", "momentum_buffer"), ("update", "")):
             for name, value in (("w", w), ("b", b)):

@@ -21,7 +21,7 @@ from crossframe.inspection import inspect
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
-from crossframe.recording.mapped import mapped
+from crossframe.recording.mapped_recording import mapped
 from crossframe.verdict import Verdict, compare
 from torch_backend.recorder import Recorder
 from torch_backend.recorder._pipeline import infers_shapes

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.recording import event_format
-from crossframe.recording.index import StepLines
+from crossframe.recording.event_index import StepLines
 from crossframe.recording.sketch import ROW, Sketch
 
 What = tuple[str, str, str]
@@ -15,8 +15,8 @@ What = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of elements of one parameter that one rank recorded.
+class ElementRange:
+    """A range of elements of one parameter that one rank recorded.
 
     Attributes:
         key: the key of its elements in the step's file, or in that of the previous step if `before`.
@@ -35,18 +35,18 @@ class Run:
     sample: tuple[int, int] | None = None
 
 
-class StepRuns:
-    """The runs of all ranks. Steps of equal structure share one object.
+class StepRanges:
+    """The ranges of all ranks. Steps of equal structure share one object.
 
     Attributes:
-        of: the runs of each quantity, in rank order.
+        of: the ranges of each quantity, in rank order.
         slots: names of the optimizer state entries of each parameter, sorted.
         counted: the first rank that counts the optimizer's steps, by parameter.
-        whole: the runs of one replica, by quantity and replica, once they were checked to be the whole parameter.
+        whole: the ranges of one replica, by quantity and replica, once they were checked to be the whole parameter.
     """
 
     def __init__(self, ranks: Sequence[StepLines]) -> None:
-        self.of: dict[What, list[Run]] = {}
+        self.of: dict[What, list[ElementRange]] = {}
         self.counted: dict[str, int] = {}
         slots: dict[str, set[str]] = {}
         for rank, own in enumerate(ranks):
@@ -55,7 +55,7 @@ class StepRuns:
             for what, line in own.tensors.items():
                 key = line.get("at", event_format.tensor_key(*what))
                 sample = tuple(line["sample"]) if "sample" in line else None
-                run = Run(
+                part = ElementRange(
                     rank,
                     line["start"],
                     line["stop"],
@@ -65,11 +65,11 @@ class StepRuns:
                     line.get("before", False),
                     sample,
                 )
-                self.of.setdefault(what, []).append(run)
+                self.of.setdefault(what, []).append(part)
                 if what[0] == event_format.STATE:
                     slots.setdefault(what[1], set()).add(what[2])
         self.slots = {name: tuple(sorted(each)) for name, each in slots.items()}
-        self.whole: dict[tuple[What, int], list[Run]] = {}
+        self.whole: dict[tuple[What, int], list[ElementRange]] = {}
         self._sums: dict[range, _Sums] = {}
 
     def sums(self, group: range) -> "_Sums":
@@ -82,20 +82,20 @@ class StepRuns:
 class _Sums:
     """The rows of each rank whose sum is the sketch of each quantity."""
 
-    def __init__(self, of: dict[What, list[Run]], group: range) -> None:
+    def __init__(self, of: dict[What, list[ElementRange]], group: range) -> None:
         self.numels: list[int] = []
         self.places: dict[What, int] = {}
         rows: dict[int, tuple[list[int], list[int]]] = {}
-        for what, runs in of.items():
-            own = [run for run in runs if run.rank in group]
-            if not own or not all(type(run.sketch) is int for run in own):
+        for what, ranges in of.items():
+            own = [part for part in ranges if part.rank in group]
+            if not own or not all(type(part.sketch) is int for part in own):
                 continue
             self.places[what] = place = len(self.places)
-            self.numels.append(sum(run.stop - run.start for run in own))
-            for run in own:
-                to, of_rank = rows.setdefault(run.rank, ([], []))
+            self.numels.append(sum(part.stop - part.start for part in own))
+            for part in own:
+                to, of_rank = rows.setdefault(part.rank, ([], []))
                 to.append(place)
-                of_rank.append(run.sketch)  # type: ignore[arg-type]
+                of_rank.append(part.sketch)  # type: ignore[arg-type]
         self.rows = {rank: (np.array(to), np.array(of_rank)) for rank, (to, of_rank) in rows.items()}
 
 

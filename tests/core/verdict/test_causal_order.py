@@ -10,8 +10,8 @@ from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
 from crossframe.verdict import Verdict, bounds_for, compare
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.walk import walk
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import other_specs
 from tests.core.helpers.synthetic import only

@@ -7,7 +7,7 @@ from crossframe.recording.known_settings import FORWARD_ONLY
 from crossframe.recording.reader import Recording
 
 
-def idle_parameters(recording: Recording, names: Iterable[str]) -> tuple[str, ...]:
+def unused_params(recording: Recording, names: Iterable[str]) -> tuple[str, ...]:
     """Those of these parameters that have no gradient but zeros: frozen ones, such as positions that other programs compute, and
     those of modules that are not called. None in a recording of forward alone, where no parameter has a gradient.
     """

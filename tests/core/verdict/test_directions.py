@@ -12,8 +12,8 @@ from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.direction import Directions, Sums, Tally, directions_of
-from crossframe.verdict.student import student_limit
+from crossframe.verdict.perturbed_runs.directions import Directions, Sums, Tally, directions_of
+from crossframe.verdict.perturbed_runs.students_distribution import student_limit
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity

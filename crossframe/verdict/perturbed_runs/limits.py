@@ -1,4 +1,4 @@
-"""Judges the quantities of a walk by the spread of perturbed runs (`crossframe.verdict.spread`).
+"""Judges the quantities of a walk by the spread of perturbed runs (`crossframe.verdict.perturbed_runs.spread`).
 
 [Note: zeros] Rounding makes an element exactly zero on one side only if the element is as small as its own error (underflow,
 terms that cancel, a threshold such as that of ReLU), or where it flips a decision such as the expert of a token. So zeros in
@@ -10,7 +10,7 @@ most the tail of Student's distribution with k degrees of freedom, as a distance
 of 1 / 100. A quantity is decisive without further runs if it does and the zeros exceed the limit by themselves: such a stage adds
 at most a hundredth of the rate, as in `decisive`. Where the perturbed runs have many zeros, as after ReLU in bfloat16, no r is
 that large, and more runs are needed. A decision that flips in less than 1 % of all runs and quantities may go unseen: this is an
-assumption of the envelope as a whole.
+assumption of the limits as a whole.
 """
 
 import math
@@ -19,15 +19,15 @@ from dataclasses import replace
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import PARAMETERS, REDUCE, UPDATE
-from crossframe.verdict.direction import Casts, Directions, Tally, directions_of
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.metrics import ratio
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.spread import SHARE, Spread, distance_of, key_of, known_spread, share_of_zeros
-from crossframe.verdict.steady import Steady
-from crossframe.verdict.student import student_limit
-from crossframe.verdict.unequal_dtypes import Implied
+from crossframe.verdict.measure.unequal_dtypes import Implied
+from crossframe.verdict.perturbed_runs.directions import Casts, Directions, Tally, directions_of
+from crossframe.verdict.perturbed_runs.spread import SHARE, Spread, distance_of, key_of, known_spread, share_of_zeros
+from crossframe.verdict.perturbed_runs.steady_elements import Steady
+from crossframe.verdict.perturbed_runs.students_distribution import student_limit
 
 SUFFICIENT_RUNS = 8
 """The number of perturbed runs from which on any quantity beyond its limit is a bug."""
@@ -48,7 +48,7 @@ def decisive(num_runs: int) -> float:
     return 1.0 if num_runs >= SUFFICIENT_RUNS else _EARLIER ** (-1 / num_runs)
 
 
-class Envelope:
+class Limits:
     """Judges the quantities of one walk by the spread of the perturbed runs of either recording, or of both."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Envelope:
         self._tally = Tally()
 
     @classmethod
-    def of(cls, pair: Pair) -> "Envelope | None":
-        """The envelope of a pair; None if neither recording has perturbed runs, or not the one that has to have them."""
+    def of(cls, pair: Pair) -> "Limits | None":
+        """The limits of a pair; None if neither recording has perturbed runs, or not the one that has to have them."""
         known = ((side, known_spread((pair.a, pair.b)[side], sketched=pair.sketched)) for side in pair.measured)
         found = [(side, spread) for side, spread in known if spread is not None]
         if not found:
@@ -178,7 +178,7 @@ class Envelope:
 
     def describe(self) -> str:
         """
-        >>> Envelope([(0, Spread("torch", 4, {}, {}, {}))]).describe()
+        >>> Limits([(0, Spread("torch", 4, {}, {}, {}))]).describe()
         '4 perturbed runs of torch'
         """
         return " and ".join(f"{spread.num_runs} perturbed runs of {spread.run}" for spread in self.spreads)

@@ -8,7 +8,7 @@ from pathlib import Path
 from crossframe.errors import RecordingError
 from crossframe.files import FileError, open_regular
 from crossframe.recording import event_format
-from crossframe.recording.index import LARGEST_EVENTS
+from crossframe.recording.event_index import LARGEST_EVENTS
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.manifest import Manifest
 

@@ -19,7 +19,7 @@ _LEAST_DIFFERING = 4
 
 
 @dataclass(frozen=True)
-class Island:
+class NarrowerDtype:
     """The first activation with the rounding of a narrower dtype.
 
     Attributes:
@@ -48,16 +48,16 @@ class Island:
         return f"the {self.name} is computed in {self.dtype}, in a run in {self.own}"
 
 
-def island_at(group: list[Quantity], dtype: str) -> Island | None:
-    """The island that begins at a group of quantities of a run in `dtype`, or None.
+def narrower_dtype_at(group: list[Quantity], dtype: str) -> NarrowerDtype | None:
+    """The narrower dtype that begins at a group of quantities of a run in `dtype`, or None.
 
-    An island begins in a float64 run at a differing activation if all differing elements are float32 values on both sides, but
-    not all are values of bfloat16 or float16, such as the zeros and ones of a mask. Sketches cannot show an island.
+    One begins in a float64 run at a differing activation if all differing elements are float32 values on both sides, but
+    not all are values of bfloat16 or float16, such as the zeros and ones of a mask. Sketches cannot show one.
     """
     if dtype != "float64" or group[0].kind != ACTIVATION or any(quantity.sketched for quantity in group):
         return None
     found = [_is_narrow(quantity) for quantity in group]
-    return Island(group[0].name, _NARROW, dtype) if True in found and False not in found else None
+    return NarrowerDtype(group[0].name, _NARROW, dtype) if True in found and False not in found else None
 
 
 def _is_narrow(quantity: Quantity) -> bool | None:

@@ -14,8 +14,9 @@ it decreases faster. So the probability of exceeding `margin` times the maximum 
 
     margin = ((k + 1) * FALSE_POSITIVE_RATE / kinds)^(-1 / k)
 
-gives FALSE_POSITIVE_RATE per comparison with this number of kinds of quantities. Directions (`crossframe.verdict.direction`)
-count as one more kind. More perturbed runs allow a smaller margin. No constant is fitted to faults.
+gives FALSE_POSITIVE_RATE per comparison with this number of kinds of quantities. Directions
+(`crossframe.verdict.perturbed_runs.directions`) count as one more kind. More perturbed runs allow a smaller margin. No constant
+is fitted to faults.
 
 For sketches (`crossframe.recording.sketch`), distances are those of their sums. A few wrong elements affect few sums, so the same
 measures exclude them. Steady elements are unknown.
@@ -36,12 +37,12 @@ from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.golden_file import StoredSpread
-from crossframe.verdict.direction import Tally
+from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.metrics import distance, inner_distance, trimmed_distance
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
-from crossframe.verdict.measure.walk import walk
-from crossframe.verdict.steady import Steady
+from crossframe.verdict.perturbed_runs.directions import Tally
+from crossframe.verdict.perturbed_runs.steady_elements import Steady
 
 FALSE_POSITIVE_RATE = 1e-3
 """The probability that a correct pair is called a bug, if perturbed runs round as the other recording does."""
@@ -99,7 +100,7 @@ class Spread:
         of: the spread of each quantity.
         numel: the number of elements of each quantity.
         zeros: the mean share of zeros in the squared distance of each quantity, and at least that of its kind. See [Note: zeros].
-        tallies: the directions in which each perturbed run differs (`crossframe.verdict.direction`).
+        tallies: the directions in which each perturbed run differs (`crossframe.verdict.perturbed_runs.directions`).
     """
 
     run: str

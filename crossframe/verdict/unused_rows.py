@@ -53,7 +53,7 @@ class _Step:
         return all(smallest >= self.rows[name] * bound for name, smallest in self.smallest.items())
 
 
-class UnusedValues:
+class UnusedRows:
     """The activations of one comparison that are outside their bounds, and what could follow from them."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ With u the unit roundoff of the coarser dtype, the coarser run differs from the 
   parameters are bitwise equal after the cast.
 - rounding of results. Rounding to nearest has a root mean square error of 1/sqrt(12) = 0.29 units in the last place. Perturbed
   runs of the coarser run move each result by one unit up, down or not at all, 0.82 units: their spread s covers the rounding,
-  with the factor of `crossframe.verdict.spread`. Perturbed runs of the finer run do not show this rounding.
+  with the factor of `crossframe.verdict.perturbed_runs.spread`. Perturbed runs of the finer run do not show this rounding.
 - casts of parameters. Perturbed runs cast parameters to the same values. For one sample, the effect of a cast is about that of
   rounding a result, 0.29 / 0.82 of the perturbation, and larger where terms cancel: s is used as its bound. The rounding of n
   samples is independent, so their mean averages it to 1/sqrt(n), while the cast is common to all samples. So for losses,
@@ -27,8 +27,8 @@ the factor is rounded, and now and then moves it by a whole unit of u. Direction
 the one that the rounding of weights has.
 
 Casts of parameters have a direction, which does not vanish in an average over samples. The perturbed runs of the finer run
-measure it (`crossframe.verdict.direction`). Without them, only directions of functions whose input and output are recorded are
-tested.
+measure it (`crossframe.verdict.perturbed_runs.directions`). Without them, only directions of functions whose input and output are
+recorded are tested.
 
 A discrete decision, such as the expert of a sample, can differ. A parameter whose gradient is zero at one step but not at all
 steps was not used at that step and is not judged there.

@@ -12,8 +12,8 @@ from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.spread import eccentricity, margin, spread_of
-from crossframe.verdict.steady import Steady
+from crossframe.verdict.perturbed_runs.spread import eccentricity, margin, spread_of
+from crossframe.verdict.perturbed_runs.steady_elements import Steady
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity, scaled

@@ -18,13 +18,13 @@ from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
+from crossframe.recording.element_ranges import ElementRange
 from crossframe.recording.event_format import FORWARD, WHOLE_ON_RANK
-from crossframe.recording.index import UnequalRanks
+from crossframe.recording.event_index import UnequalRanks
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.manifest import SKETCH, Manifest
 from crossframe.recording.reader import Recording
 from crossframe.recording.sketch import Sketch, sketches_of
-from crossframe.recording.step_runs import Run
 from crossframe.unit_assignment import enclosing_unit
 
 Of = tuple[str, str]
@@ -36,8 +36,8 @@ _KEPT = 8
 
 
 @dataclass(frozen=True)
-class _MappedRun(Run):
-    """A run of elements of a rearranged parameter.
+class _MappedRange(ElementRange):
+    """A range of elements of a rearranged parameter.
 
     Attributes:
         what: phase, parameter and entry of the optimizer state.
@@ -91,8 +91,8 @@ class MappedRecording(Recording):
     def _has_lost_sketches(self, step: int) -> bool:
         """Whether a parameter was recorded as a sketch that is not that of its elements in the view."""
         lost = {path for name in self.manifest.params if not self._keeps_sketches(name) for path in self._paths(name)}
-        of = self.source._step_runs(step).of
-        return any(run.sketch is not None for (_, path, _), runs in of.items() if path in lost for run in runs)
+        of = self.source._step_ranges(step).of
+        return any(part.sketch is not None for (_, path, _), ranges in of.items() if path in lost for part in ranges)
 
     # Parameters
 
@@ -114,19 +114,19 @@ class MappedRecording(Recording):
     def is_sketched(self, phase: str, step: int, name: str, use: str = "") -> bool:
         return any(self.source.is_sketched(phase, step, path, use) for path in self._paths(name))
 
-    def runs(self, phase: str, step: int, name: str, use: str = "") -> list[Run]:
+    def ranges(self, phase: str, step: int, name: str, use: str = "") -> list[ElementRange]:
         paths = self._paths(name)
-        found = [run for path in paths for run in self.source.runs(phase, step, path, use)]
+        found = [part for path in paths for part in self.source.ranges(phase, step, path, use)]
         is_whole = self._is_renamed(name) and (phase in WHOLE_ON_RANK or self.source.manifest.detail == SKETCH)
         if is_whole or name in self._kept or not found:
             return found
         dtype, what = found[0].dtype, (phase, name, use)
         if phase in WHOLE_ON_RANK:
-            numel, ranks = self.manifest.params[name].numel, dict.fromkeys(run.rank for run in found)
-            return [_MappedRun(rank, 0, numel, dtype, name, what=what) for rank in ranks]
+            numel, ranks = self.manifest.params[name].numel, dict.fromkeys(part.rank for part in found)
+            return [_MappedRange(rank, 0, numel, dtype, name, what=what) for rank in ranks]
         layout, shard = self._layout(name), self.manifest.mesh.shard
         return [
-            _MappedRun(rank, piece.param_start, piece.param_stop, dtype, name, what=what)
+            _MappedRange(rank, piece.param_start, piece.param_stop, dtype, name, what=what)
             for rank in range(self.manifest.world_size)
             for piece in layout.pieces(rank % shard)
             if piece.name == name
@@ -135,12 +135,12 @@ class MappedRecording(Recording):
     def _layout(self, name: str) -> Layout:
         return next(layout for _, layout in self.manifest.units if any(param.name == name for param in layout.params))
 
-    def elements(self, step: int, run: Run) -> np.ndarray:
-        if not isinstance(run, _MappedRun):
-            return self.source.elements(step, run)
-        phase, name, use = run.what
-        whole = self._rearranged(phase, step, name, use, run.rank)
-        return np.ascontiguousarray(whole).reshape(-1)[run.start : run.stop]
+    def elements(self, step: int, part: ElementRange) -> np.ndarray:
+        if not isinstance(part, _MappedRange):
+            return self.source.elements(step, part)
+        phase, name, use = part.what
+        whole = self._rearranged(phase, step, name, use, part.rank)
+        return np.ascontiguousarray(whole).reshape(-1)[part.start : part.stop]
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
         if self._is_renamed(name):
@@ -164,22 +164,22 @@ class MappedRecording(Recording):
             return np.zeros(spec.shape, numpy_dtype(spec.dtype))  # as a gradient of None (R29)
         if phase not in WHOLE_ON_RANK:
             return self.source.full(phase, step, path, use=use, replica=rank // self.manifest.mesh.shard)
-        run = self.source.own_run(phase, step, rank, path)
-        if run is None:
+        part = self.source.own_range(phase, step, rank, path)
+        if part is None:
             return np.zeros(spec.shape, numpy_dtype(spec.dtype))
-        return self.source.elements(step, run).reshape(spec.shape)
+        return self.source.elements(step, part).reshape(spec.shape)
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
         if not self._keeps_sketches(name):
             raise _sketched(self.source, name)
         return self.source.sketch(phase, step, self._paths(name)[0], use=use, replica=replica)
 
-    def sketch_of(self, step: int, name: str, run: Run) -> Sketch:
-        if self._keeps_sketches(name) and not isinstance(run, _MappedRun):
-            return self.source.sketch_of(step, self._paths(name)[0], run)
-        if run.sketch is not None:
+    def sketch_of(self, step: int, name: str, part: ElementRange) -> Sketch:
+        if self._keeps_sketches(name) and not isinstance(part, _MappedRange):
+            return self.source.sketch_of(step, self._paths(name)[0], part)
+        if part.sketch is not None:
             raise _sketched(self.source, name)
-        return sketches_of([self.elements(step, run)], run.start)[0]
+        return sketches_of([self.elements(step, part)], part.start)[0]
 
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
         return tuple(sorted({slot for path in self._paths(name) for slot in self.source.state_slots(step, path)}))

@@ -12,7 +12,7 @@ import numpy as np
 
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
-from crossframe.verdict.measure.aligned import At, aligned, shared_activations
+from crossframe.verdict.measure.aligned_samples import At, aligned, shared_activations
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.quantities import finite
 from crossframe.verdict.measure.values import Side, activation_values, match_values

@@ -6,7 +6,7 @@ import pytest
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.aligned import aligned, rows_of
+from crossframe.verdict.measure.aligned_samples import aligned, rows_of
 from tests.core.helpers import synthetic
 
 

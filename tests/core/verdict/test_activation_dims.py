@@ -15,7 +15,7 @@ from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.dims import in_one_order
+from crossframe.verdict.activation_dims import in_one_order
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import manifest
 

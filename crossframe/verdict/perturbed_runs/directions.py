@@ -10,7 +10,7 @@ for each activation and each gradient. With a and b from the two recordings, d =
     channels  rms over the last dim of the mean of d over the others, / rms(a)     (activations only)
 
 Two more are estimated from each side's own input, so that differences of the input cancel
-(`crossframe.verdict.norms_and_gelus`):
+(`crossframe.verdict.perturbed_runs.norms_and_gelus`):
 
     tanh      how much of a tanh GELU an erf GELU is
     gain      what a norm multiplies its normalised input by, for example with another epsilon
@@ -32,10 +32,10 @@ gains the mean square is taken over all perturbed runs and n steps, divided by t
 degrees of freedom. Steps count only as far as their statistics differ in low precision, since equal ones round alike. Other
 directions carry a step's differences on to later steps, or their inputs repeat, such as embeddings.
 
-If the runs differ in precision (`crossframe.verdict.unequal_dtypes`), x also has a part from casts of parameters, which the
-perturbed runs of the coarser run do not show. Those of the finer run do: each moves every parameter by one of its units. To first
-order, a direction's effect is linear in these moves, so with c the standard deviation of a cast in units of the finer run and y_1
-... y_k its perturbed runs,
+If the runs differ in precision (`crossframe.verdict.measure.unequal_dtypes`), x also has a part from casts of parameters, which
+the perturbed runs of the coarser run do not show. Those of the finer run do: each moves every parameter by one of its units. To
+first order, a direction's effect is linear in these moves, so with c the standard deviation of a cast in units of the finer run
+and y_1 ... y_k its perturbed runs,
 
     t = x / sqrt(mean(x_i^2) + c^2 mean(y_i^2))
 
@@ -46,10 +46,10 @@ perturbed runs, only tanh and gain are tested: in their own inputs the effect of
 which is allowed for.
 
 All tests of a comparison (directions x quantities x windows) share the family-wise error rate `share`, a part of the rate of
-`crossframe.verdict.spread`. Each of the D directions gets an equal part, so that directions with few quantities keep their
-power next to thousands of slopes: a direction with N tests is significant if its t has a probability below share / (D N)
-(weighted Bonferroni, valid under any dependence). With few perturbed runs this requires a large t, but t grows with the number of
-averaged elements.
+`crossframe.verdict.perturbed_runs.spread`. Each of the D directions gets an equal part, so that directions with few quantities
+keep their power next to thousands of slopes: a direction with N tests is significant if its t has a probability below share / (D
+N) (weighted Bonferroni, valid under any dependence). With few perturbed runs this requires a large t, but t grows with the number
+of averaged elements.
 
 For sketches (`crossframe.recording.sketch`), only the slope is tested. With the K sums S(d) and S(a), sum(S(d) S(a)) has mean
 sum(d a) over keys and variance at most (|d|^2 |a|^2 + sum(d a)^2) / K, so the slope has a standard error of |d| / (16 |a|),
@@ -77,8 +77,8 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import BACKWARD, REDUCE
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
-from crossframe.verdict.norms_and_gelus import Estimates, Recogniser
-from crossframe.verdict.student import student_limit
+from crossframe.verdict.perturbed_runs.norms_and_gelus import Estimates, Recogniser
+from crossframe.verdict.perturbed_runs.students_distribution import student_limit
 
 SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON = "slope", "size", "mean", "channels", "tanh", "gain", "common"
 DIRECTIONS = (SLOPE, SIZE, MEAN, CHANNELS, TANH, GAIN, COMMON)

@@ -14,6 +14,7 @@ import numpy as np
 
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording import Recording
+from crossframe.recording.element_ranges import ElementRange
 from crossframe.recording.event_format import (
     BACKWARD,
     COUNT,
@@ -27,9 +28,8 @@ from crossframe.recording.event_format import (
     before_step,
 )
 from crossframe.recording.known_settings import LOSSES, MEAN
-from crossframe.recording.step_runs import Run
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from crossframe.verdict.measure.aligned import At, aligned, in_place, shared_activations, unmatched
+from crossframe.verdict.measure.aligned_samples import At, aligned, in_place, shared_activations, unmatched
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
@@ -163,7 +163,7 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
         groups = []
         for within, recording in (("a", pair.a), ("b", pair.b)):
             group = []
-            for run in recording.runs(UNSHARDED, step, name):
+            for run in recording.ranges(UNSHARDED, step, name):
                 if (sides := _gathered(recording, step, run, name)) is not None:
                     group.append(
                         _quantity(
@@ -186,7 +186,7 @@ def _edits_parameters(recording: Recording) -> bool:
         (sides := _gathered(recording, step, run, name)) is not None and not _is_same(sides)
         for step in recording.recorded_steps()
         for name in recording.manifest.params
-        for run in recording.runs(UNSHARDED, step, name)
+        for run in recording.ranges(UNSHARDED, step, name)
     )
 
 
@@ -213,7 +213,7 @@ def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
     return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
 
-def _gathered(recording: Recording, step: int, run: Run, name: str) -> Sides | None:
+def _gathered(recording: Recording, step: int, run: ElementRange, name: str) -> Sides | None:
     """(value of the shards, value that a rank gathered); None if the former was not recorded or is a sketch of another dtype."""
     rank = run.rank
     phase, before = before_step(step)
