@@ -186,11 +186,14 @@ class Interpreter:
     def __init__(self, show: Callable[[Equation], None]) -> None:
         self._show = show
         self._device: Any = None
+        self._meshes: list[Any] = []
         self._late: dict[int, Any] = {}
 
     def call(self, primitive: Any, params: dict[str, Any], args: Sequence[Any], place: Place) -> list[Any]:
         """A primitive's results for arrays, outside all functions."""
-        found = self.apply(primitive, params, [self._given(arg) for arg in args], place)
+        self._meshes = [at.mesh for arg in args if (at := _sharding_of(arg)) is not None] + [jax.sharding.get_mesh()]
+        with jax.set_mesh(None):  # JAX refuses arrays on one device inside a mesh that is set
+            found = self.apply(primitive, params, [self._given(arg) for arg in args], place)
         # What is computed from arrays on a mesh is on the mesh: like an argument of its shape, else on all devices.
         on_mesh = {np.shape(arg): at for arg in args if (at := _sharding_of(arg)) is not None}
         replicated = next((NamedSharding(at.mesh, PartitionSpec()) for at in on_mesh.values()), None)
@@ -288,8 +291,7 @@ class Interpreter:
     def _shard_map(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
         mesh = params["mesh"]
         if not isinstance(mesh, Mesh):
-            devices = np.array(jax.devices()[: mesh.size]).reshape(tuple(mesh.shape.values()))
-            mesh = Mesh(devices, mesh.axis_names)
+            mesh = self._with_devices(mesh)
         named = manual_axes(params)
         ranks = Ranks(mesh, tuple(axis for axis in mesh.axis_names if axis in named or not named))
         inside = replace(place, ranks=ranks)
@@ -304,6 +306,12 @@ class Interpreter:
             own = value.like((_joined(value.by_rank, spec, ranks),), NamedSharding(mesh, spec))
             joined.append(self._piece_of("shard_map", "", value, own, inside) if any(spec) else own)
         return joined
+
+    def _with_devices(self, abstract: Any) -> Mesh:
+        """The mesh that an abstract one stands for, on the devices of the arguments or of `jax.set_mesh`, in their order."""
+        first = np.array(jax.devices()[: abstract.size])
+        devices = next((mesh.devices for mesh in self._meshes if mesh.size == abstract.size), first)
+        return Mesh(devices.reshape(tuple(abstract.shape.values())), abstract.axis_names)
 
     def _scan(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
         (num_consts, num_carry), length = num_scan_operands(params), params["length"]

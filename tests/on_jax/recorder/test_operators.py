@@ -1,12 +1,14 @@
 """Operators traced in JAX: where two versions of a small script part, and at which line."""
 
 import runpy
+from contextlib import nullcontext
 
 import jax
 import numpy as np
 import optax
 import pytest
 from jax.extend.core import Primitive
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from crossframe.operators import Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
@@ -219,6 +221,26 @@ def test_a_product_of_float16_factors_and_one_of_groups_are_judged():
         (equation,) = jax.make_jaxpr(function)(*args).eqns
         judged = judge(equation.primitive, equation.params, args, [function(*args)])
         assert judged is not None and judged.inside, judged
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "abstract_mesh"])
+def test_a_shard_map_without_devices_runs_on_those_of_its_arguments(is_set):
+    mesh = Mesh(np.array(jax.devices()[3:1:-1]), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(np.arange(4.0), NamedSharding(mesh, PartitionSpec("data")))
+    spec = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+    with jax.set_mesh(mesh) if is_set else nullcontext():
+        doubled = jax.jit(jax.shard_map(lambda x: 2 * x, mesh=None if is_set else mesh.abstract_mesh, **spec))
+        wanted = doubled(x)
+        trace = OperatorTrace(Request("", 0, 0, FORWARD, ""))
+        trace.begin_step(0)
+        try:
+            found = doubled(x)
+        finally:
+            trace.end()
+    assert "jax.mul" in {op.name for op in trace.trace().operators}
+    devices = [[part.device for part in each.addressable_shards] for each in (found, wanted)]
+    assert devices[0] == devices[1] and found.sharding.is_equivalent_to(wanted.sharding, 1)
 
 
 def test_a_loop_outside_of_jit_keeps_its_shards(tmp_path, monkeypatch):
