@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
+from jax_backend.mesh._device_order import ordered_devices
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -32,7 +33,8 @@ def make_mesh(
 
     Args:
         spec: the grid of ranks.
-        devices: the devices in rank order, those of a rank next to each other; the first ones are used. Default: `jax.devices()`.
+        devices: the devices in rank order, those of a rank next to each other; the first ones are used. Default: `jax.devices()`,
+            on TPUs in the order that `jax.make_mesh` gives them by their topology. That order was never tried on TPUs.
         model_axes: the sizes of further axes by name, such as {"tp": 2} for tensor parallelism, the outermost first. The devices
             of a rank along them work on one batch; see `model_partition` of `shard`.
 
@@ -48,14 +50,15 @@ def make_mesh(
     further = _checked_axes(model_axes)
     axes = {**({REPLICATE_AXIS: spec.replicate} if spec.replicate > 1 else {}), SHARD_AXIS: spec.shard, **further}
     size = math.prod(axes.values())
-    devices = jax.devices() if devices is None else list(devices)
-    if len(devices) < size:
+    shape = tuple(axes.values())
+    given = jax.devices() if devices is None else list(devices)
+    if len(given) < size:
         raise UsageError(
             f"expected at least {size} devices for a mesh of {spec.replicate} x {spec.shard} ranks"
-            f"{f' and the model axes {further}' if further else ''}, got {len(devices)}; for more CPU devices call "
+            f"{f' and the model axes {further}' if further else ''}, got {len(given)}; for more CPU devices call "
             f"jax.config.update('jax_num_cpu_devices', {size}) before JAX is first used"
         )
-    grid = np.array(devices[:size], dtype=object).reshape(tuple(axes.values()))
+    grid = ordered_devices(given, shape) if devices is None else np.array(given[:size], dtype=object).reshape(shape)
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

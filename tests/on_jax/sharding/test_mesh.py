@@ -1,4 +1,5 @@
 # pyright: reportArgumentType=false
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -33,6 +34,64 @@ def test_R10_a_rank_has_the_devices_along_the_model_axes():
     assert mesh.axis_names == ("shard", "tp") and set(mesh.axis_types) == {AxisType.Auto}
     assert [devices_of(mesh, rank) for rank in range(num_ranks(mesh))] == [jax.devices()[:2], jax.devices()[2:4]]
     assert per_rank(np.zeros(3), mesh).addressable_shards[0].data.shape == (1, 3)
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A description of a TPU of a v5e."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int = 0
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    process_index: int = 0
+
+
+def tpus(num_slices=1):
+    """Slices of 4 x 2."""
+    return [Tpu(i, (i % 4, i // 4 % 2, 0), i // 8) for i in range(num_slices * 8)]
+
+
+@pytest.fixture
+def ids_on(monkeypatch):
+    """The ids of devices on the mesh that `make_mesh` makes of all."""
+
+    def ids_on(devices, spec, **options):
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        return np.vectorize(lambda device: device.id)(make_mesh(spec, **options).devices).tolist()
+
+    return ids_on
+
+
+def test_tpus_of_a_slice_are_ordered_as_jax_orders_them(ids_on):
+    ring = ids_on(tpus(), MeshSpec(8))
+    assert ring == [device.id for device in jax.make_mesh((8,), ("shard",), devices=tpus()).devices]
+    at = np.array([tpus()[i].coords for i in [*ring, ring[0]]])
+    assert abs(np.diff(at, axis=0)).sum(axis=1).tolist() == [1] * 8  # each is next to the one before
+    assert ids_on(tpus(), MeshSpec(shard=4, replicate=2)) == [ring[:4], ring[4:]]
+    assert ids_on(tpus(), MeshSpec(4), model_axes={"tp": 2}) == [ring[i : i + 2] for i in range(0, 8, 2)]
+
+
+def test_devices_in_a_given_order_keep_it_on_tpus():
+    assert make_mesh(MeshSpec(8), tpus()).devices.tolist() == tpus()
+
+
+def test_tpus_that_fill_no_box_keep_their_order(ids_on):
+    assert ids_on(tpus(), MeshSpec(5)) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(16), MeshSpec(shard=8, replicate=2), MeshSpec(shard=4, replicate=4)], ids=str
+)
+def test_slices_of_tpus_are_on_the_outermost_axes(ids_on, spec):
+    ring = ids_on(tpus(), MeshSpec(8))
+    assert np.ravel(ids_on(tpus(2), spec)).tolist() == ring + [8 + i for i in ring]
+
+
+def test_slices_with_different_numbers_of_tpus_keep_their_order(ids_on):
+    assert ids_on(tpus(2), MeshSpec(12)) == list(range(12))
 
 
 def test_a_rank_with_devices_in_several_processes_has_no_readable_shard():
