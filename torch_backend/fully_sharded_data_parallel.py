@@ -33,11 +33,11 @@ from torch_backend.fsdp1._arguments import (
     effective_strategy,
     training_state,
     unit_options,
-    wrap_inside,
 )
 from torch_backend.fsdp1._optim_state_methods import HasOptimStateDicts
 from torch_backend.fsdp1._register_comm_hook import set_comm_hook
 from torch_backend.fsdp1._summon_full_params import Summonable
+from torch_backend.fsdp1._wrap_units import wrap_inside
 from torch_backend.memory._store import ShardStore
 from torch_backend.mesh._process_groups import Groups, find_groups, unit_mesh
 from torch_backend.modules._buffers import cast_buffers

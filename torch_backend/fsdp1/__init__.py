@@ -1,1 +1,1 @@
-"""Parts of the FSDP1 API alone: constructor arguments, `summon_full_params`, and the optimizer state methods."""
+"""Parts of the FSDP1 API alone: constructor arguments, wrapping by policy, `summon_full_params`, optimizer state methods."""

@@ -1,7 +1,6 @@
 """Checks and converts the constructor arguments of FullyShardedDataParallel, and checks that units of one model agree."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,9 +12,6 @@ from crossframe.mesh import MeshSpec
 from crossframe.step import StepSettings
 from torch_backend.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.engine._unit_options import UnitOptions
-from torch_backend.modules._ignored import Ignored, IsUnit
-from torch_backend.modules._inputs import compute_in_full
-from torch_backend.wrap import units_to_wrap, wrap_modules
 
 
 def check_arguments(module: Any, *arguments: tuple[str, Any, Any]) -> None:
@@ -74,32 +70,6 @@ def unit_options(
             "forward_prefetch": str(forward_prefetch),
         },
     )
-
-
-def wrap_inside(
-    module: nn.Module,
-    policy: Any,
-    ignored: Ignored,
-    is_wrapped: IsUnit,
-    wrapper_cls: Callable[..., nn.Module],
-    **arguments: Any,
-) -> None:
-    """Wrap the submodules that a policy selects, with these arguments unless the policy overrides them."""
-    mixed = arguments["mixed_precision"]
-    targets = units_to_wrap(
-        module,
-        policy,
-        ignored_modules=set(ignored.modules),
-        ignored_params=set(ignored.params),
-        root_kwargs=arguments | {"ignored_states": ignored.params},
-        is_wrapped=is_wrapped,
-        mixed_precision_ignores=() if mixed is None else tuple(mixed._module_classes_to_ignore),
-    )
-    if mixed is not None:
-        for inner in module.modules():
-            if isinstance(inner, tuple(mixed._module_classes_to_ignore)):
-                compute_in_full(inner)
-    wrap_modules(module, targets, wrapper_cls)
 
 
 def check_uniform(root: Any, name: str, wrapper: Any) -> None:

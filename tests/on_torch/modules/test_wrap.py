@@ -16,7 +16,7 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from crossframe.errors import UnitError, UnsupportedError, UsageError
 from torch_backend import wrap as our_wrap
-from torch_backend.wrap import units_to_wrap, wrap_modules
+from torch_backend.fsdp1._wrap_units import units_to_wrap, wrap_modules
 
 TREES = 100
 
