@@ -26,9 +26,19 @@ def mix(keys: np.ndarray) -> np.ndarray:
 
 def element_hashes(array: np.ndarray) -> np.ndarray:
     """A uint64 hash of the bits of each element, in the array's shape, which does not depend on its place. -0.0 is 0.0."""
-    positive = np.ascontiguousarray(array + np.zeros((), array.dtype))
+    positive = one_nan(np.ascontiguousarray(array + np.zeros((), array.dtype)))
     bits = positive.view(_UNSIGNED[array.dtype.itemsize])
     return mix(bits.astype(np.uint64) * _ODD + _ODD)
+
+
+def one_nan(array: np.ndarray) -> np.ndarray:
+    """The array with the same bits for every NaN; itself if it has none.
+
+    The sign and payload of a NaN depend on the instruction that made it: 0 / 0 is negative on x86 and positive on Arm.
+    """
+    if array.dtype.kind in "iub" or not (nan := np.isnan(array)).any():
+        return array
+    return np.where(nan, np.full((), np.nan, array.dtype), array)
 
 
 def name_key(name: str, salt: str = "") -> int:

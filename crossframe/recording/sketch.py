@@ -4,7 +4,7 @@ Element i of a flattened tensor has the same key on every rank and in every tens
 sketches of parameters with different names can be compared. A summary has two parts:
 
 - a *fingerprint*: the sum of mix(key + bits * ODD) over all elements, modulo 2^64. Equal tensors have equal fingerprints, and
-  others have equal ones with a probability of about 2^-64. 0 and -0 are different values.
+  others have equal ones with a probability of about 2^-64. 0 and -0 are different values, all NaNs are equal.
 - a *sketch*: `NUM_SUMS` sums. The key of an element determines the sum to which it is added, and its sign there (M. Charikar, K.
   Chen, M. Farach-Colton, Finding frequent items in data streams, ICALP 2002).
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import RecordingError
-from crossframe.recording.hashing import element_keys, mix
+from crossframe.recording.hashing import element_keys, mix, one_nan
 from crossframe.recording.sample import Sample
 
 NUM_SUMS = 256
@@ -175,13 +175,13 @@ def sketches_of(arrays: Sequence[np.ndarray], start: int = 0, *, seed: str = "")
         signs = 1.0 - 2.0 * (keys & np.uint64(1)).astype(np.float64)
         for i, array in enumerate(flat):
             values = array[first:last]
-            bits = values.view(_BITS[values.dtype.itemsize]).astype(np.uint64)
-            fingerprints[i] += int(mix(keys + bits * _ODD).sum(dtype=np.uint64))
             wide = values.astype(np.float64)
             finite = np.isfinite(wide)
             if not finite.all():
                 lost[i] += int(wide.size - finite.sum())
-                wide = np.where(finite, wide, 0.0)
+                values, wide = one_nan(values), np.where(finite, wide, 0.0)
+            bits = values.view(_BITS[values.dtype.itemsize]).astype(np.uint64)
+            fingerprints[i] += int(mix(keys + bits * _ODD).sum(dtype=np.uint64))
             # Not with BLAS: on busy cores its threads wait for each other longer than a chunk takes.
             squares[i] += float(np.einsum("i,i->", wide, wide))
             wide *= signs

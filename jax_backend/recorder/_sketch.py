@@ -53,6 +53,9 @@ def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ..
     places = jnp.arange(values.shape[0], dtype=jnp.uint64)
     there = places < size
     keys = _mixed((places + start + np.uint64(1)) * np.uint64(_GOLDEN) + key)
+    values = jnp.where(
+        jnp.isnan(values), jnp.array(jnp.nan, values.dtype), values
+    )  # as crossframe.recording.hashing.one_nan
     bits = jax.lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}").astype(jnp.uint64)
     hashed = jnp.where(there, _mixed(keys + bits * np.uint64(_ODD)), np.uint64(0))
     wide = values.astype(jnp.float64)

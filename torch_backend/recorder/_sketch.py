@@ -56,7 +56,7 @@ def sketches_by_torch(tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]
         places, signs = _shifted(keys, SUM_SHIFT), (1 - 2 * (keys & 1)).double()
         for i, tensor in enumerate(flat):
             values = tensor[first:last]
-            whole[0, i] += _mixed(_bits_of(values).mul_(_signed(_ODD)).add_(keys)).sum()
+            whole[0, i] += _mixed(_bits_of(_one_nan(values)).mul_(_signed(_ODD)).add_(keys)).sum()
             wide = values.double()
             finite = torch.isfinite(wide)
             whole[1, i] += finite.sum()
@@ -94,7 +94,7 @@ def sample_by_torch(tensor: Tensor, start: int = 0) -> Sample:
     wanted = num_sampled(flat.numel())
     for first in range(0, flat.numel(), _CHUNK):
         part = flat[first : first + _CHUNK]
-        signature += int(_mixed(_bits_of(part + 0.0).mul_(_signed(_GOLDEN)).add_(_signed(_GOLDEN))).sum())
+        signature += int(_mixed(_bits_of(_one_nan(part + 0.0)).mul_(_signed(_GOLDEN)).add_(_signed(_GOLDEN))).sum())
         sizes = part.abs()
         sizes = torch.where((sizes > 0) & torch.isfinite(sizes), sizes, torch.inf)
         found = torch.topk(sizes, min(wanted, part.numel()), largest=False)
@@ -126,6 +126,11 @@ def _mixed(keys: Tensor) -> Tensor:
 def _element_keys(start: int, stop: int, device: torch.device) -> Tensor:
     places = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device)
     return _mixed(places.mul_(_signed(_GOLDEN)).add_(_signed(name_key(""))))
+
+
+def _one_nan(values: Tensor) -> Tensor:
+    """`crossframe.recording.hashing.one_nan`."""
+    return torch.where(values.isnan(), torch.nan, values)
 
 
 def _bits_of(values: Tensor) -> Tensor:

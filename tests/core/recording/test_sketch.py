@@ -6,6 +6,7 @@ import pytest
 
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec
+from crossframe.recording.hashing import element_hashes
 from crossframe.recording.sketch import NUM_SUMS, sketches_of
 
 
@@ -47,6 +48,19 @@ def test_any_other_bit_place_or_name_is_another_fingerprint(dtype):
     assert sketch(values, "v").fingerprint != right.fingerprint and not sketch(values, start=1).equals(right)
     zeros = np.zeros(4, dtype)
     assert not sketch(zeros).equals(sketch(-zeros))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_nans_of_any_sign_and_payload_are_equal(dtype):
+    values = np.random.default_rng(0).normal(size=50).astype(dtype)
+    values[[3, 17]] = np.nan
+    other = values.copy()
+    bits = other.view(f"u{other.dtype.itemsize}")
+    bits[3] |= 1 << (8 * other.dtype.itemsize - 1)  # the sign
+    bits[17] |= 1
+    assert sketch(other).equals(sketch(values)) and np.array_equal(element_hashes(other), element_hashes(values))
+    other[4] = np.nan
+    assert not sketch(other).equals(sketch(values))
 
 
 def test_distances_are_right_on_average_and_within_the_stated_deviation():

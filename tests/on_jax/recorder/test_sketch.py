@@ -22,7 +22,7 @@ DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 @pytest.mark.parametrize(("numel", "start"), [(0, 0), (513, 0), (4097, 10**12), ((1 << 18) + 5, 7)])
 def test_every_bit_of_the_fingerprint_and_the_sums_are_those_of_the_core(dtype, numel, start):
     values = np.random.default_rng(numel).normal(size=numel).astype(dtype)
-    values[3:5], values[6:7] = np.nan, -np.inf
+    values[3:4], values[4:5], values[6:7] = np.nan, -np.array(np.nan, dtype), -np.inf
     found, wanted = sketch_of(values, start), sketches_of([values], start)[0]
     assert found.equals(wanted) and found.num_not_finite == wanted.num_not_finite == min(numel, 3)
     np.testing.assert_allclose(found.sums, wanted.sums, rtol=0, atol=wanted.resolution)

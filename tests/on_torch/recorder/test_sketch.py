@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from crossframe.recording.sample import sample_of
 from crossframe.recording.sketch import sketches_of as by_the_core
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder import _sketch as sketch
-from torch_backend.recorder._sketch import sketches_by_torch, sketches_of
+from torch_backend.recorder._sketch import sample_by_torch, sketches_by_torch, sketches_of
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,6 +35,13 @@ def test_zeros_of_both_signs_and_what_is_not_finite_count_as_in_the_core():
     assert ours.num_not_finite == core.num_not_finite == 3
     assert np.array_equal(ours.sums, core.sums)
     assert not ours.equals(sketches_by_torch([tensor.abs()])[0])
+    negative = torch.where(tensor.isnan(), -tensor, tensor)
+    assert sketches_by_torch([negative])[0].equals(core) and by_the_core([negative.numpy()])[0].equals(core)
+    assert (
+        sample_by_torch(negative).signature
+        == sample_by_torch(tensor).signature
+        == sample_of(negative.numpy()).signature
+    )
 
 
 def test_sketches_of_pieces_add_up_to_that_of_the_whole():
