@@ -2,18 +2,26 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import jax
+import numpy as np
 import optax
+
+from crossframe.alignment.module_names import is_in
+from crossframe.recording.known_settings import GROUPS
+from jax_backend.tree import path_name
 
 _KINDS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 """Optimizers with the same rule in torch. Others are stated under optax's names."""
 _NUMBERS = {"learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "eps"}
-_ONLY_IN_OPTAX = ("nesterov", "eps_root", "mask")
+_ONLY_IN_OPTAX = ("nesterov", "eps_root")
 """Options that change the rule to one that torch has not under the same name."""
 _CLIPPING = "clip_by_global_norm"
+_DECAY, _MASK = "weight_decay", "mask"
+"""The decay of an optimizer, and the option that exempts parameters from it."""
 
 
 class Noted:
@@ -22,9 +30,17 @@ class Noted:
     def __init__(self) -> None:
         self.optimizers: list[tuple[str, dict[str, Any]]] = []
         self.clips: list[Any] = []
+        self.exempt: tuple[str, ...] | None = ()
+        """What the mask of the decay of the last optimizer leaves out, as names of parameters or of trees; None if unknown."""
 
-    def settings(self) -> dict[str, Any]:
-        """For a manifest; empty unless the script has made one optimizer."""
+    def settings(self, params: Iterable[str] = ()) -> dict[str, Any]:
+        """For a manifest; empty unless the script has made one optimizer.
+
+        Parameters that a mask exempts from decay are a group with decay 0, as in torch. If they are unknown, no decay is stated.
+
+        Args:
+            params: names of the parameters.
+        """
         if len(self.optimizers) != 1:
             return {}
         name, given = self.optimizers[0]
@@ -33,6 +49,10 @@ class Noted:
         found |= {ours: float(given[own]) for own, ours in _NUMBERS.items() if _is_number(given.get(own))}
         if _is_number(given.get("b1")) and _is_number(given.get("b2")):
             found["betas"] = [float(given["b1"]), float(given["b2"])]
+        if self.exempt is None:
+            found.pop(_DECAY, None)
+        elif found.get(_DECAY) and (own := [name for name in params if any(is_in(name, each) for each in self.exempt)]):
+            found[GROUPS] = [{"params": own, _DECAY: 0.0}]
         if len(self.clips) == 1 and _is_number(self.clips[0]):
             found["clip"] = float(self.clips[0])
         return found
@@ -67,16 +87,45 @@ def _noting(name: str, maker: Callable) -> Callable:
 
     @functools.wraps(maker)
     def make(*args: Any, **kwargs: Any) -> Any:
-        made = maker(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            return maker(*args, **kwargs)  # raises it
+        mask = given.arguments.get(_MASK)
+        is_function = callable(mask) and jax.tree_util.all_leaves([mask])
+        if is_function:
+            given.arguments[_MASK] = _noting_mask(mask)
+        made = maker(*given.args, **given.kwargs)
         given.apply_defaults()
         if name == _CLIPPING:
             noted.clips.append(given.arguments["max_norm"])
         elif _is_number(rate := given.arguments["learning_rate"]) or callable(rate):
             noted.optimizers.append((name, dict(given.arguments)))
+            noted.exempt = () if mask is None else None if is_function else _left_out(mask)
         return made
 
     return make
+
+
+def _noting_mask(mask: Callable) -> Callable:
+    """A mask whose first result, that for the parameters, is noted."""
+
+    @functools.wraps(mask)
+    def noting(tree: Any) -> Any:
+        found = mask(tree)
+        if noted.exempt is None:
+            noted.exempt = _left_out(found)
+        return found
+
+    return noting
+
+
+def _left_out(mask: Any) -> tuple[str, ...] | None:
+    """The names of what a mask, a tree of flags or a prefix of one, leaves out; "" is everything. None if it has no flags."""
+    leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
+    if not all(isinstance(keep, bool | np.bool_) for _, keep in leaves):
+        return None
+    return tuple(path_name(path) if path else "" for path, keep in leaves if not keep)
 
 
 def _takes_rate(maker: Callable) -> bool:

@@ -379,7 +379,7 @@ class ScriptRecorder:
     # Steps
 
     def _begin(self, params: Any, num_gradients: int | None = None) -> Recorder:
-        stated: dict[str, Any] = {} if self.forward_only else noted.settings()
+        stated: dict[str, Any] = {} if self.forward_only else noted.settings(params)
         options = dict(self._options)
         stated[PROGRAM] = program(compiled=self._is_compiled)
         if num_gradients is not None:  # not of forward alone

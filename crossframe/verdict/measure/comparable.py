@@ -1,9 +1,12 @@
 """Whether two recordings are comparable, and which of their settings differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from crossframe.dtypes import unit_roundoff
 from crossframe.quoting import quote
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
@@ -19,7 +22,10 @@ _FREE = {
 }
 # Settings of parameter groups.
 _OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
+_DECAY = "weight_decay"
 _ORDER = (FORWARD, STATE, UPDATE)
+_ROUNDINGS = 16
+"""More operations than a script needs to compute a setting or the rate of a step from its constants: each rounds once."""
 MOST_REASONS = 8
 """The number of reasons that are listed in full."""
 BATCH = "batch"
@@ -80,13 +86,13 @@ class Setting:
 
 
 def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
-    """The settings that both recordings state with different values.
+    """The settings that both recordings state with different values (`_are_one`).
 
     Learning rates are compared at all steps if both recordings have them, else only the initial rates of the manifests.
     """
     stated = [(name, phase, *(getattr(r.manifest, name) for r in (a, b))) for name, phase in _MANIFEST.items()]
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
-    found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and x != y]
+    found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and not _are_one(x, y)]
     found += [setting for name, phase in _OF_GROUPS.items() if (setting := _of_parameters(a, b, name, phase))]
     scheduled = _rates(a, b)
     if scheduled is not None:
@@ -120,19 +126,53 @@ def _has_moved_samples(a: Recording, b: Recording, step: int, rank: int) -> bool
 
 
 def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:
-    """An optimizer option that differs for at least one parameter, however parameters are grouped."""
+    """An optimizer option that differs for at least one parameter, however parameters are grouped.
+
+    A script may exempt parameters from decay in a way that a recorder cannot see, such as a transformation of optax within a
+    mask. So if one recording exempts them by its groups, and the other one, of another framework, states no groups, these are not
+    compared: their updates tell.
+    """
     first, second = (_by_parameter(recording, option) for recording in (a, b))
     both = [name for name, value in first.items() if value is not None and second.get(name) is not None]
-    apart = [name for name in both if first[name] != second[name]]
+    if option == _DECAY and a.manifest.framework != b.manifest.framework:
+        without_groups = [not r.manifest.settings.get(GROUPS) for r in (a, b)]
+        both = [name for name in both if not _is_exempt((first[name], second[name]), without_groups)]
+    apart = [name for name in both if not _are_one(first[name], second[name])]
     if not apart:
         return None
     some = tuple(apart) if len(apart) < len(both) else ()
     return Setting(option, first[apart[0]], second[apart[0]], phase, parameters=some, num_parameters=len(both))
 
 
-def _by_parameter(recording: Recording, option: str) -> dict[str, Any]:
+def _is_exempt(decays: tuple[float, float], without_groups: Sequence[bool]) -> bool:
+    """Whether a recording with groups has no decay for a parameter, and the other one has no groups."""
+    return any(decays[i] == 0.0 and not without_groups[i] and without_groups[1 - i] for i in (0, 1))
+
+
+def _are_one(x: Any, y: Any) -> bool:
+    """Whether two settings are equal up to how scripts compute and hold them, such as 0.01 / 3 and 1 / 300.
+
+    Each of the n operations by which a script computes a setting rounds once: the result is exact times at most (1 + u)^n, with u
+    the unit roundoff. So two scripts that need 8 operations each differ by at most 16 u to first order, relative to the larger
+    value. u is that of float64, in which Python computes, or that of float32 if one of the values is held in float32 (is exact in
+    it), as those of arrays are.
+    """
+    if isinstance(x, list | tuple) and isinstance(y, list | tuple):
+        return len(x) == len(y) and all(map(_are_one, x, y))
+    if x == y or float not in (type(x), type(y)) or not {type(x), type(y)} <= {int, float}:
+        return x == y
+    with np.errstate(over="ignore"):
+        is_single = any(float(np.float32(each)) == each and not float(each).is_integer() for each in (x, y))
+    return _is_near(x, y, "float32" if is_single else "float64")
+
+
+def _is_near(x: float, y: float, dtype: str) -> bool:
+    return abs(x - y) <= _ROUNDINGS * unit_roundoff(dtype) * max(abs(x), abs(y))
+
+
+def _by_parameter(recording: Recording, option: str, default: Any = None) -> dict[str, Any]:
     manifest = recording.manifest
-    found = dict.fromkeys(manifest.params, manifest.settings.get(option))
+    found = dict.fromkeys(manifest.params, manifest.settings.get(option, default))
     for group in manifest.settings.get(GROUPS, ()):
         found |= {name: group[option] for name in group["params"] if name in found and group.get(option) is not None}
     return found
@@ -141,15 +181,13 @@ def _by_parameter(recording: Recording, option: str) -> dict[str, Any]:
 def _rates(a: Recording, b: Recording) -> list[Setting] | None:
     """The first step at which learning rates differ, if any; None if not both recordings have them.
 
-    Rates that differ by at most 16 roundings in float32, about the operations of a schedule, count as equal.
+    They are equal up to 16 roundings in float32 (`_are_one`): a schedule may compute in float32, whatever it returns.
     """
     steps = [step for step in common_steps(a, b) if a.learning_rates(step) and b.learning_rates(step)]
     for step in steps:
         x, y = a.learning_rates(step), b.learning_rates(step)
         num = min(len(x), len(y)) if len(x) == len(y) else 1  # with different groups, only the first one is compared
-        apart = [
-            (p, q) for p, q in zip(x[:num], y[:num], strict=True) if abs(p - q) > 16 * 2.0**-24 * max(abs(p), abs(q))
-        ]
+        apart = [(p, q) for p, q in zip(x[:num], y[:num], strict=True) if not _is_near(p, q, "float32")]
         if apart:
             return [Setting("learning_rate", *apart[0], UPDATE, step, scheduled=_start_alike(a, b))]
     return [] if steps else None
@@ -157,8 +195,13 @@ def _rates(a: Recording, b: Recording) -> list[Setting] | None:
 
 def _start_alike(a: Recording, b: Recording) -> bool:
     """Whether both state the same initial learning rate of every parameter."""
-    initial = [(r.manifest.learning_rate, _by_parameter(r, "lr")) for r in (a, b)]
-    return initial[0] == initial[1] and initial[0][0] is not None
+    rates = [r.manifest.learning_rate for r in (a, b)]
+    if None in rates or not _are_one(*rates):
+        return False
+    initial = [_by_parameter(r, "lr", rate) for r, rate in zip((a, b), rates, strict=True)]
+    return initial[0].keys() == initial[1].keys() and all(
+        _are_one(initial[0][name], initial[1][name]) for name in initial[0]
+    )
 
 
 def labels(a: Recording, b: Recording) -> tuple[str, str]:

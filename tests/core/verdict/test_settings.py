@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from crossframe.param_map import identity_map
@@ -116,6 +117,58 @@ def run(folder: Path, world_size: int = 2, rates: list[list[float]] | None = Non
 )
 def test_settings_that_both_state_are_compared(first: dict, second: dict, expected: tuple, tmp_path: Path) -> None:
     assert differing_settings(run(tmp_path / "a", **first), run(tmp_path / "b", **second)) == expected
+
+
+EXEMPT = [{"params": ["bias", "block.k_bias"], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("framework", "decay", "groups", "expected"),
+    [
+        pytest.param("jax", 0.1, None, (), id="no groups in another framework"),
+        pytest.param("torch", 0.1, None, ("bias", "block.k_bias"), id="no groups in the same one"),
+        pytest.param("jax", 0.2, None, (), id="no groups and another decay"),
+        pytest.param("jax", 0.1, EXEMPT, (), id="equal groups"),
+        pytest.param("jax", 0.1, [{"params": ["bias"], "weight_decay": 0.0}], ("block.k_bias",), id="other groups"),
+    ],
+)
+def test_decay_is_compared_by_parameter(framework, decay, groups, expected, tmp_path):
+    a = run(tmp_path / "a", settings={"weight_decay": 0.1, "param_groups": EXEMPT})
+    own = {"weight_decay": decay} | ({"param_groups": groups} if groups else {})
+    (*found,) = differing_settings(a, run(tmp_path / "b", framework=framework, settings=own))
+    assert [(each.name, each.parameters) for each in found] == (
+        [("weight_decay", expected)] if expected or decay != 0.1 else []
+    )
+
+
+SINGLE = float(np.float32(0.1))
+"""0.1 in float32."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"),
+    [
+        pytest.param(0.01 / 3, 1 / 300, True, id="another expression"),
+        pytest.param(1.0, 1 - 17 * 2.0**-53, False, id="17 roundings"),
+        pytest.param(0.1, SINGLE, True, id="held in float32"),
+        pytest.param(SINGLE, SINGLE * (1 + 17 * 2.0**-24), False, id="17 roundings of float32"),
+        pytest.param(0.1, 0.1 * (1 + 1e-8), False, id="less than a rounding of float32"),
+        pytest.param(1, 1.0, True, id="an int"),
+    ],
+)
+def test_settings_equal_up_to_rounding_are_one(first, second, is_one, tmp_path):
+    a, b = (
+        run(tmp_path / side, learning_rate=float(own), settings={"clip": own, "eps": own, "betas": [own, 0.9]})
+        for side, own in (("a", first), ("b", second))
+    )
+    names = [each.name for each in differing_settings(a, b)]
+    assert names == ([] if is_one else ["learning_rate", "clip", "betas", "eps"])
+
+
+def test_a_schedule_starts_alike_whichever_setting_states_its_rate(tmp_path):
+    a = run(tmp_path / "a", rates=[[0.1], [0.1]])
+    b = run(tmp_path / "b", rates=[[0.1], [0.2]], framework="jax", settings={"lr": SINGLE})
+    assert [each.scheduled for each in differing_settings(a, b)] == [True]
 
 
 def run_without_steps(folder: Path, **fields: Any) -> Recording:

@@ -120,6 +120,26 @@ def test_recorded_scripts_compute_the_same_bits_and_are_recorded(tmp_path, run, 
         check_gradients(found, variables, 64 * float(PRECISION.get(name, np.finfo(np.float64).eps)))
 
 
+BIASES = ["hidden.b", "out.b"]
+MASKS = {
+    "function": ("lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)", BIASES),
+    "tree": ("{part: {'w': True, 'b': False} for part in params}", BIASES),
+    "prefix": ("{'hidden': False, 'out': {'w': True, 'b': False}}", ["hidden.w", "hidden.b", "out.b"]),
+    "everything decays": ("True", None),
+}
+
+
+@pytest.mark.parametrize(("mask", "exempt"), [pytest.param(*case, id=name) for name, case in MASKS.items()])
+def test_parameters_without_decay_by_a_mask_are_a_group(tmp_path, run, mask, exempt):
+    status, _ = run(IN_A_SCAN.replace("optax.adamw(0.01)", f"optax.adamw(0.01, mask={mask})"))
+    assert status == 0
+    settings = Recording.open(tmp_path / "out").manifest.settings
+    assert settings["optimizer"] == "AdamW" and settings["weight_decay"] == 1e-4
+    groups = settings.get("param_groups")
+    named = None if groups is None else [(sorted(group.pop("params")), group) for group in groups]
+    assert named == (None if exempt is None else [(sorted(exempt), {"weight_decay": 0.0})])
+
+
 def check_gradients(found, variables, tolerance):
     """The first step's loss and gradients against those of its whole batch; they are sums of some tens of numbers of order 1."""
     initial = {name: found.full("parameters", 0, name) for name in found.manifest.params}
