@@ -30,6 +30,8 @@ from crossframe.trace import Event
 
 _OPEN_FILES = 64
 """Number of verified step files that are kept, or those of three steps if there are more ranks."""
+_NAMED = 8
+"""The number of unfinished ranks that are named."""
 _STEPS = 4
 """Number of steps whose ranges and summed sketches are kept."""
 
@@ -102,7 +104,7 @@ class Recording:
         unfinished = [rank for rank, index in enumerate(indexes) if not index.ended]
         if unfinished and not partial:
             raise RecordingError(
-                f"{at}: cut off: rank {unfinished[0]} has no end, and {num_steps} of {manifest.steps or 'all'} steps are "
+                f"{at}: cut off: {_without_end(indexes, unfinished)}, and {num_steps} of {manifest.steps or 'all'} steps are "
                 "whole on every rank; record the run again (Recording.open(..., partial=True) reads what is whole)"
             )
         if not partial and any(index.num_steps != num_steps for index in indexes):
@@ -547,6 +549,20 @@ class Recording:
 def common_steps(a: Recording, b: Recording) -> range:
     """The steps that both recordings have completed."""
     return range(min(a.num_steps, b.num_steps))
+
+
+def _without_end(indexes: Sequence[RankIndex], ranks: Sequence[int]) -> str:
+    """The ranks whose recordings have no end, each with its last whole step, as a clause."""
+    last = [indexes[rank].num_steps - 1 for rank in ranks[:_NAMED]]
+    named = [
+        f"{rank} ({f'last step {step}' if step >= 0 else 'no step'})"
+        for rank, step in zip(ranks[:_NAMED], last, strict=True)
+    ]
+    if len(ranks) == 1:
+        return f"rank {named[0]} has no end"
+    more = [f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
+    listed = [*named, *more]
+    return f"ranks {', '.join(listed[:-1])} and {listed[-1]} have no end"
 
 
 def _make_room(cache: dict[Any, Any], most: int) -> None:

@@ -112,7 +112,10 @@ def test_progress_counts_a_line_when_it_is_whole(tmp_path):
 
 def test_a_killed_run_leaves_its_whole_steps(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest(), stop_before=2)
-    with pytest.raises(RecordingError, match=r"cut off: rank 0 has no end, and 2 of 3 steps are whole"):
+    with pytest.raises(
+        RecordingError,
+        match=r"cut off: ranks 0 \(last step 1\) and 1 \(last step 1\) have no end, and 2 of 3 steps are whole",
+    ):
         Recording.open(tmp_path)
     recording = Recording.open(tmp_path, partial=True)
     assert recording.num_steps == recording.steps_done() == 2
@@ -121,12 +124,24 @@ def test_a_killed_run_leaves_its_whole_steps(tmp_path):
     assert recording.full("update", 1, "embed").shape == (4, 3)
 
 
+def test_eight_unfinished_ranks_are_named_with_their_last_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "SAMPLES", 12)
+    synthetic.write_run(tmp_path, synthetic.manifest(12))
+    for rank in range(1, 12):
+        events = tmp_path / f"rank{rank:05d}" / "events.jsonl"
+        events.write_bytes(events.read_bytes().split(b'{"event": "step", "step": %d,' % (rank % 3))[0])
+    with pytest.raises(RecordingError, match="0 of 3 steps are whole") as raised:
+        Recording.open(tmp_path)
+    named = [f"{rank} ({f'last step {rank % 3 - 1}' if rank % 3 else 'no step'})" for rank in range(1, 9)]
+    assert f"ranks {', '.join(named)} and 3 more have no end" in str(raised.value)
+
+
 def test_a_line_cut_in_two_is_left_out(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest())
     events = tmp_path / "rank00001" / "events.jsonl"
     whole = events.read_bytes().split(b'{"event": "step", "step": 1,')[0]
     events.write_bytes(whole + b'{"event": "st')
-    with pytest.raises(RecordingError, match="rank 1 has no end, and 1 of 3 steps"):
+    with pytest.raises(RecordingError, match=r"rank 1 \(last step 0\) has no end, and 1 of 3 steps"):
         Recording.open(tmp_path)
     recording = Recording.open(tmp_path, partial=True)
     assert recording.num_steps == recording.steps_done() == 1
