@@ -91,7 +91,7 @@ def _noting(name: str, maker: Callable) -> Callable:
             given = signature.bind(*args, **kwargs)
         except TypeError:
             return maker(*args, **kwargs)  # raises it
-        mask = given.arguments.get(_MASK)
+        mask: Any = given.arguments.get(_MASK)
         is_function = callable(mask) and jax.tree_util.all_leaves([mask])
         if is_function:
             given.arguments[_MASK] = _noting_mask(mask)

@@ -159,7 +159,7 @@ def _are_one(x: Any, y: Any) -> bool:
     """
     if isinstance(x, list | tuple) and isinstance(y, list | tuple):
         return len(x) == len(y) and all(map(_are_one, x, y))
-    if x == y or float not in (type(x), type(y)) or not {type(x), type(y)} <= {int, float}:
+    if x == y or not isinstance(x, int | float) or not isinstance(y, int | float) or {type(x), type(y)} == {int}:
         return x == y
     with np.errstate(over="ignore"):
         is_single = any(float(np.float32(each)) == each and not float(each).is_integer() for each in (x, y))
