@@ -49,6 +49,11 @@ class ModuleWrapPolicy:
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._classes = as_classes(module_classes, "ModuleWrapPolicy: module_classes")
 
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """The classes whose modules become units."""
+        return self._classes
+
     def overrides(self, module: nn.Module) -> Kwargs | None:
         """{} for a unit; None for other modules."""
         return {} if isinstance(module, self._classes) else None

@@ -18,6 +18,9 @@ from torch_backend.modules._ignored import Ignored, IsUnit
 from torch_backend.modules._inputs import compute_in_full
 from torch_backend.wrap import CustomPolicy, Kwargs, ModuleWrapPolicy, name_of
 
+# How many classes of a model a warning names.
+_NUM_NAMED = 6
+
 
 def wrap_inside(
     module: nn.Module,
@@ -77,8 +80,8 @@ def units_to_wrap(
         UnitError: two units would share a parameter. (PyTorch wraps such a tree and silently unties the parameter.)
 
     Warns:
-        UserWarning: modules of `mixed_precision_ignores` become units; or, with a policy object, a unit with original parameters
-        has trained and frozen ones.
+        UserWarning: modules of `mixed_precision_ignores` become units; a ModuleWrapPolicy whose classes no module has; or, with a
+        policy object, a unit with original parameters has trained and frozen ones.
     """
     _check_not_wrapped(root, is_wrapped)
     mixed = root_kwargs.get("mixed_precision") is not None
@@ -96,8 +99,10 @@ def units_to_wrap(
         warnings.warn(
             f"with mixed precision and a wrapping policy, modules of the classes {in_full_classes} become units of their "
             "own, which stay in full precision",
-            stacklevel=3,
+            stacklevel=4,
         )
+    if isinstance(policy, ModuleWrapPolicy):
+        _warn_of_no_match(root, policy)
     if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
         _warn_of_frozen(owners, units)
     units.pop(root, None)
@@ -209,6 +214,27 @@ def _assign(root: nn.Module, units: set[nn.Module], ignored_params: set[nn.Param
     return {module: specs[name] for module, name in first.items() if name in specs}
 
 
+def _warn_of_no_match(root: nn.Module, policy: ModuleWrapPolicy) -> None:
+    """Warn of classes that no module has, since the whole model silently becomes one unit."""
+    modules = list(root.modules())
+    if any(policy.overrides(module) is not None for module in modules):
+        return
+    found = dict.fromkeys(type(module) for module in modules[1:])
+    if policy.classes and found:
+        rest = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
+        warnings.warn(
+            f"ModuleWrapPolicy: no module of the {type(root).__name__} is a {_listed(policy.classes, ' or ')}, so it becomes one "
+            "unit, whose parameters are all-gathered together; pass classes that it has: "
+            f"{_listed(list(found)[:_NUM_NAMED], ', ')}{rest}",
+            stacklevel=5,
+        )
+
+
+def _listed(classes: Iterable[type], separator: str) -> str:
+    # With their modules, since the policy may have a class of the same name from another one.
+    return separator.join(f"{each.__module__}.{each.__qualname__}" for each in classes)
+
+
 def _warn_of_frozen(owners: dict[nn.Module, UnitSpec], units: dict[nn.Module, Kwargs]) -> None:
     """Warn of units with both trained and frozen original parameters. (Flat parameters raise: R11.)"""
     for module, kwargs in units.items():
@@ -221,7 +247,7 @@ def _warn_of_frozen(owners: dict[nn.Module, UnitSpec], units: dict[nn.Module, Kw
             warnings.warn(
                 f"unit {owners[module].name!r} holds trained parameters {trained} and frozen ones {frozen}: its unsharded "
                 f"gradient takes {numel} elements where {needed} would do; wrap the frozen ones in units of their own",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from crossframe.errors import UnitError, UnsupportedError, UsageError
+from torch_backend import FullyShardedDataParallel
 from torch_backend import wrap as our_wrap
 from torch_backend.fsdp1._wrap_units import units_to_wrap, wrap_modules
 
@@ -189,6 +190,7 @@ def ours(kind, seed, shares=False):
     before = dict(kwargs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "ModuleWrapPolicy: no module")  # torch says nothing
         units = units_to_wrap(
             root,
             policy,
@@ -380,6 +382,42 @@ def test_R11_trained_and_frozen_in_a_unit_that_keeps_its_parameters_is_warned_of
     own = our_wrap.CustomPolicy(lambda module: {"use_orig_params": True} if module is root[0] else False)
     with pytest.warns(UserWarning, match="unit '0'"):
         select(root, own, root_kwargs={"use_orig_params": False})
+
+
+def test_classes_that_the_model_lacks_are_warned_of():
+    """As in torch, no unit but the root is made."""
+    root = Pair(nn.ReLU())
+    with pytest.warns(UserWarning) as caught:
+        assert select(root, our_wrap.ModuleWrapPolicy([Mixin, nn.Conv1d])) == {}
+    (told,) = (str(warning.message) for warning in caught)
+    assert "Pair is a tests.on_torch.modules.test_wrap.Mixin or torch.nn.modules.conv.Conv1d, so" in told
+    assert told.endswith(
+        "it has: torch.nn.modules.container.Sequential, torch.nn.modules.linear.Linear, torch.nn.modules.activation.ReLU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("root", "classes", "ignored"),
+    [
+        pytest.param(Pair(), {Pair}, False, id="the root's"),
+        pytest.param(Pair(), (), False, id="none"),
+        pytest.param(Pair(), {nn.Linear}, True, id="those of ignored modules"),
+        pytest.param(nn.Linear(2, 2), {nn.Conv1d}, False, id="a model without submodules"),
+    ],
+)
+def test_classes_that_select_nothing_on_purpose_are_not_warned_of(root, classes, ignored):
+    left_out = set(root.modules()) if ignored else set()
+    assert select(root, our_wrap.ModuleWrapPolicy(classes), ignored_modules=left_out) == {}
+
+
+def _warned_at(rank, world_size):
+    with pytest.warns(UserWarning, match="ModuleWrapPolicy") as caught:
+        FullyShardedDataParallel(Pair(), auto_wrap_policy=our_wrap.ModuleWrapPolicy({nn.Conv1d}))
+    return [warning.filename for warning in caught]
+
+
+def test_warnings_of_a_policy_point_at_the_users_line(ranks):
+    assert ranks.run(1, _warned_at) == [[__file__]]
 
 
 class Mixin:
