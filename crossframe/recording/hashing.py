@@ -41,6 +41,11 @@ def one_nan(array: np.ndarray) -> np.ndarray:
     return np.where(nan, np.full((), np.nan, array.dtype), array)
 
 
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one dtype have the same bits; all NaNs are equal."""
+    return a.tobytes() == b.tobytes() or one_nan(a).tobytes() == one_nan(b).tobytes()
+
+
 def name_key(name: str, salt: str = "") -> int:
     """The key of a name. Keys of different salts are independent."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, salt=salt.encode()[:16]).digest()

@@ -27,6 +27,7 @@ from crossframe.recording.event_format import (
     UPDATE,
     before_step,
 )
+from crossframe.recording.hashing import same_bits
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.measure.aligned_samples import At, aligned, in_place, shared_activations, unmatched
@@ -192,7 +193,7 @@ def _edits_parameters(recording: Recording) -> bool:
 
 def _is_same(sides: Sides) -> bool:
     a, b, sketches = sides
-    return a.tobytes() == b.tobytes() if sketches is None else sketches[0].equals(sketches[1])
+    return same_bits(a, b) if sketches is None else sketches[0].equals(sketches[1])
 
 
 def _edited(pair: Pair, step: int, name: str) -> Group:

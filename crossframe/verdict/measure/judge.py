@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.recording.hashing import same_bits
 from crossframe.verdict.measure.metrics import distance, ratio
 from crossframe.verdict.measure.quantities import Quantity
 
@@ -45,7 +46,7 @@ def judge(quantity: Quantity) -> Judgement:
     if quantity.sketches is not None:
         return _judge_sketches(quantity)
     a, b = quantity.a.reshape(-1), quantity.b.reshape(-1)
-    equal = a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    equal = a.dtype == b.dtype and same_bits(a, b)
     a, b = a.astype(np.float64), b.astype(np.float64)
     if equal:
         return Judgement(quantity, True, 0.0, False, False, not np.isfinite(a).all())

@@ -51,6 +51,7 @@ def test_equal_means_bits_and_dtype():
 def test_what_is_not_finite_on_both_sides_is_told_apart_from_what_is_so_on_one():
     cases = [
         ([NAN, 1.0], [NAN, 1.0], (True, False, True, 0.0)),
+        ([NAN, 1.0], [-NAN, 1.0], (True, False, True, 0.0)),
         ([NAN, 1.0], [NAN, 1.25], (False, False, True, 0.25)),
         ([INF, 1.0], [INF, 1.25], (False, False, True, 0.25)),
         ([INF, 1.0], [-INF, 1.0], (False, True, False, INF)),
