@@ -53,7 +53,8 @@ def environment_of(model: nn.Module | None = None, optimizers: Sequence[torch.op
         optimizers: those of the model.
     """
     if model is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator.type
         described = program(device)
     else:
         device = next((param.device.type for param in model.parameters()), "cpu")
@@ -72,9 +73,19 @@ def _flags() -> Iterator[tuple[str, Fact]]:
 
 
 def _random_states(device: str) -> dict[str, str]:
+    """Digests of the states of the generators of the CPU and of the accelerator, if this process uses it.
+
+    Args:
+        device: the device type of the model.
+    """
     found = {"torch": digest(torch.get_rng_state().numpy().tobytes())}
-    if device == "cuda":
-        found["torch.cuda"] = digest(torch.cuda.get_rng_state().numpy().tobytes())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        # Reading the state would initialise an accelerator that the script does not use. Of mps nothing says whether it is used.
+        is_initialized = getattr(module, "is_initialized", lambda: False)
+        if device == accelerator.type or is_initialized():
+            found[f"torch.{accelerator.type}"] = digest(module.get_rng_state().numpy().tobytes())
     return found
 
 

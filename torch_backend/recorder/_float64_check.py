@@ -6,6 +6,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def exact_of(function: Callable, args: tuple, kwargs: dict[str, Any], *, several
     if not dtypes or not dtypes <= set(FLOATING):
         return None
     try:
-        with torch.random.fork_rng():
+        with _forked_generators(tensors):
             exact = _wide_results(function, args, kwargs)
             if several and not _same(exact, _wide_results(function, args, kwargs)):
                 return None
@@ -99,6 +100,12 @@ def exact_of(function: Callable, args: tuple, kwargs: dict[str, Any], *, several
     except Exception:  # an operator may refuse float64 in any way of its own
         return None
     return Exact(exact, [SIGNIFICANT * math.sqrt(each / DRAWS) for each in squares])
+
+
+def _forked_generators(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context that restores the generators of the CPU and of the tensors' devices. (Reading one initialises its device.)"""
+    devices = {each.device for each in tensors if each.device.type not in ("cpu", "meta")}
+    return torch.random.fork_rng(devices, device_type=next((each.type for each in devices), None))
 
 
 def widened(value: Any) -> Any:

@@ -78,6 +78,29 @@ def test_flags_generators_and_modules_are_stated(tmp_path):
     assert len(str(found["random"]["torch"])) == 16
 
 
+class Accelerator:
+    """A device module of torch, such as torch.xpu."""
+
+    def __init__(self, initialized):
+        self.initialized = initialized
+
+    def is_initialized(self):
+        return self.initialized
+
+    def get_rng_state(self):
+        assert self.initialized, "reading the state initialises the accelerator"
+        return torch.arange(16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("initialized", [True, False], ids=["used", "unused"])
+def test_the_generator_of_any_accelerator_in_use_is_stated(monkeypatch, initialized):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator(initialized))
+    found = environment_of(nn.Linear(2, 2))["random"]
+    assert ("torch.xpu" in found) is initialized
+    assert "torch" in found
+
+
 def test_the_newer_interface_of_float32_precision_is_no_error():
     before = torch.backends.cuda.matmul.fp32_precision
     try:

@@ -212,6 +212,17 @@ def test_the_bound_of_a_product_follows_its_precision(precision, function, insid
         assert judged.inside == (bits in inside), (bits, judged)
 
 
+def test_exact_results_leave_devices_of_no_tensor_alone(monkeypatch):
+    """A generator that is read initialises its device."""
+
+    def get_rng_state(device):
+        raise RuntimeError(f"device {device} is initialised")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", get_rng_state)
+    assert exact_of(torch.matmul, (torch.ones(2, 2), torch.ones(2, 2)), {}) is not None
+
+
 def test_storage_can_be_freed_after_its_values_were_noted():
     values = torch.ones(3, dtype=torch.float64)
     with OperatorTrace(torch.nn.Identity(), Request("", 0, 0, FORWARD, "")) as trace:
