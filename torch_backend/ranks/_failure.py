@@ -35,7 +35,10 @@ AFTER_AN_EXCEPTION = "first step after an exception"
 
 _ADVICE = "start the processes again, from a checkpoint, and catch an exception on every rank or on none"
 # Messages of backends when the peer process has ended.
-_CONNECTION = ("connection", "closed by peer", "reset by peer", "broken pipe", "socket", "remote process")
+_CONNECTION = (
+    *("connection", "closed by peer", "reset by peer", "broken pipe", "socket", "remote process"),
+    *("no route to host", "host is down", "host is unreachable", "network is unreachable"),
+)
 _LOOK_EVERY = timedelta(seconds=1)
 
 

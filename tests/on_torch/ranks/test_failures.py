@@ -615,6 +615,30 @@ def test_a_collective_that_not_all_ranks_come_to_says_so_after_the_timeout(fragi
         assert within in message or "has left the step" in message, message
 
 
+def _lost(rank, world_size, text):
+    def fails(*tensors, **options):
+        raise RuntimeError(f"[/a/pair.cc:1144] {text}")
+
+    group = dist.new_group(range(world_size))
+    return message_of(
+        lambda: issue(fails, torch.ones(1), group=group, spans=True, kind="all_gather", unit="u", phase="forward")
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Read error [10.0.0.2]:1234: Connection reset by peer",
+        "Connection closed by peer [10.0.0.2]:1234",
+        "connect [10.0.0.2]:1234: No route to host",
+        "connect [10.0.0.2]:1234: Network is unreachable",
+    ],
+)
+def test_a_lost_peer_is_said_to_have_ended(fragile, text):
+    (message,) = fragile.run(1, _lost, text)
+    assert text in message and "a rank has probably ended" in message
+
+
 def _broken(rank, world_size):
     """A collective fails on rank 0 alone; rank 1 waits for one, and rank 2 has left after it and wants to go on."""
     group = dist.new_group(range(world_size))
