@@ -42,4 +42,9 @@ def forward_without_gradients_and_in_evaluation(side):
 def a_failed_forward_and_then_a_step(side):
     model = nested(side)
     wrong = raised(lambda: model(torch.zeros(3, 9)))
-    return [wrong, raised(lambda: model.no_such_method())]
+    return [wrong, trained(side, model)]
+
+
+@scenario("flat")
+def a_missing_method(side):
+    return [raised(lambda: nested(side).no_such_method())]
