@@ -219,21 +219,17 @@ def linen_modules(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss function whose modules of flax.linen tell the recorder their inputs and outputs."""
 
     def told(*args: Any, **given: Any) -> Any:
-        from flax import linen
-
         from jax_backend.activations import INPUT, OUTPUT, module_scope, tell
+        from jax_backend.recorder._module_calls import reporting_linen
 
-        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            if context.method_name != "__call__":
-                return call(*args, **kwargs)
-            name = ".".join(context.module.path)
+        def report(name: str, call: Any, args: Any, kwargs: Any, _: Any) -> Any:
             tell(name, INPUT, (args, kwargs))
             with module_scope(name):
                 output = call(*args, **kwargs)
             tell(name, OUTPUT, output)
             return output
 
-        with linen.intercept_methods(intercept):
+        with reporting_linen(report):
             return loss_fn(*args, **given)
 
     return told

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_backend.recorder._array_interior import first_floating, may_be_batch, mean_square
-from jax_backend.recorder._module_calls import module_reported, params_of, parts_of, reporting_modules
+from jax_backend.recorder._module_calls import (
+    is_inside_linen,
+    module_reported,
+    params_of,
+    parts_of,
+    reporting_modules,
+)
 from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._session import Root, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
@@ -39,10 +45,12 @@ def following_models() -> Iterator[None]:
 
 
 def _applied(own: Callable) -> Callable:
-    """`apply` of linen, whose modules have no parameters of their own."""
+    """`apply` of linen, whose modules have no parameters of their own. A module that another one applies is part of a model."""
 
     @functools.wraps(own)
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_inside_linen():
+            return own(self, variables, *args, **kwargs)
         params = leaves_by_path(variables["params"]) if isinstance(variables, Mapping) and "params" in variables else {}
         given = args, {name: value for name, value in kwargs.items() if name != "rngs"}
         return _call(params, lambda moved: own(self, moved(variables), *args, **kwargs), given)

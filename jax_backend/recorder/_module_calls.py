@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_backend.activations import INPUT, OUTPUT, module_scope
+from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
 from jax_backend.tree import path_name
 
@@ -24,6 +25,9 @@ _LINEN_PARAMS = "params"
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
 _running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 """Ids of the modules that run; a call of a base class's `__call__` is not another one."""
+_inside_linen: ContextVar[bool] = ContextVar("inside_linen", default=False)
+_applied: ContextVar[tuple[str, ...] | None] = ContextVar("applied", default=())
+"""The path of the module that is applied, in the model; None: it is not part of the model."""
 
 
 def canonical_module(raw: str, paths: Sequence[str], params: Iterable[str]) -> str:
@@ -148,8 +152,7 @@ def reporting_modules(outermost: Outermost | None = None) -> Iterator[None]:
             function.
     """
     with ExitStack() as stack:
-        if (linen := sys.modules.get("flax.linen")) is not None:
-            stack.enter_context(linen.intercept_methods(_of_linen))
+        stack.enter_context(reporting_linen(module_reported))
         if (nnx := sys.modules.get("flax.nnx")) is not None:
             _replace_calls(stack, nnx.Module, _leaves_of_nnx, outermost)
         if (equinox := sys.modules.get("equinox")) is not None:
@@ -157,10 +160,70 @@ def reporting_modules(outermost: Outermost | None = None) -> Iterator[None]:
         yield
 
 
-def _of_linen(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-    if context.method_name != "__call__" or context.module.scope is None:
-        return own(*args, **kwargs)
-    return module_reported(".".join(context.module.path), own, args, kwargs, context.module)
+@contextmanager
+def reporting_linen(report: Callable[[str, Callable, Any, Any, Any], Any]) -> Iterator[None]:
+    """A context in which modules of flax's linen report, if the script has imported it.
+
+    A module that another one applies by itself, as a head does that is tied to an embedding (`self.head.apply({"params":
+    {"kernel": kernel}}, x)`), has its path in the model. One that is made for it, or initialized, is not reported.
+
+    Args:
+        report: calls a module: of its path in the model, its bound method, the arguments and keyword arguments of the call, and
+            the module.
+    """
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        yield
+        return
+
+    def intercept(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        outer = _applied.get()
+        with _set(_inside_linen, True):
+            if context.method_name != "__call__" or context.module.scope is None or outer is None:
+                return own(*args, **kwargs)
+            return report(".".join((*outer, *context.module.path)), own, args, kwargs, context.module)
+
+    with (
+        linen.intercept_methods(intercept),
+        replacing(linen.Module, "apply", _at_its_path(linen.Module.apply)),
+        replacing(linen.Module, "init_with_output", _not_in_the_model(linen.Module.init_with_output)),
+    ):
+        yield
+
+
+def is_inside_linen() -> bool:
+    """Whether a module of linen runs."""
+    return _inside_linen.get()
+
+
+def _at_its_path(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_inside_linen():
+            return own(self, *args, **kwargs)
+        outer = _applied.get()
+        with _set(_applied, None if outer is None or self.scope is None else (*outer, *self.path)):
+            return own(self, *args, **kwargs)
+
+    return apply
+
+
+def _not_in_the_model(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def init_with_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _set(_applied, None):
+            return own(self, *args, **kwargs)
+
+    return init_with_output
+
+
+@contextmanager
+def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost: Outermost | None) -> None:

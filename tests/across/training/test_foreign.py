@@ -6,13 +6,16 @@ import subprocess
 import sys
 from argparse import Namespace
 
+import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from safetensors.numpy import load_file, save_file
 
 from crossframe.param_map import MapEntry, ParamMap
 from experiments.foreign.run import HERE, judge_map, pairs_of
-from experiments.foreign.shared import write_converted
+from experiments.foreign.shared import linen_modules, write_converted
+from jax_backend.activations import listening
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -82,3 +85,25 @@ def test_converted_arrays_are_written_in_the_order_of_their_dims(tmp_path):
     given = Namespace(convert=tmp_path / "numbers.safetensors", values=tmp_path)
     write_converted(given, lambda arrays: {"fc.kernel": arrays["fc.weight"].T})
     assert np.array_equal(load_file(tmp_path / "b.safetensors")["fc.kernel"], weight.T)
+
+
+class Tied(nn.Module):
+    """A model that applies its head by itself, with the kernel of its embedding."""
+
+    def setup(self):
+        self.embed, self.head = nn.Embed(7, 5), nn.Dense(7, use_bias=False)
+        self.bias = self.param("bias", nn.initializers.ones, (7,))
+
+    def __call__(self, tokens):
+        hidden, embedding = self.embed(tokens), self.variables["params"]["embed"]["embedding"]
+        return self.head.apply({"params": {"kernel": embedding.T}}, hidden) + self.bias
+
+
+def test_the_output_of_a_model_is_not_that_of_a_tied_head():
+    model, tokens = Tied(), np.arange(6).reshape(2, 3)
+    variables = model.init(jax.random.key(0), tokens)
+    with listening() as told:
+        output = linen_modules(lambda: model.apply(variables, tokens))()
+    assert {module for module, _ in told} == {"", "embed", "head"}
+    assert np.array_equal(told["", "output"], output)
+    assert np.array_equal(told["head", "output"] + variables["params"]["bias"], output)

@@ -37,6 +37,24 @@ params = init(jax.random.key(0))
 )
 """A model of functions, as in haiku after `transform`, with named calls."""
 
+TIED = """
+from flax import linen as nn
+outside = nn.Dense(7)
+class Net(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(7, 5)
+        self.head = nn.Dense(7, use_bias=False)
+        self.bias = self.param("bias", nn.initializers.ones, (7,))
+    def __call__(self, x):
+        hidden = self.embed(x.astype(int) % 7).mean(1)
+        kernel = self.variables["params"]["embed"]["embedding"].T if not self.is_initializing() else jnp.ones((5, 7))
+        other = outside.apply(outside.init(jax.random.key(1), hidden), hidden)
+        return self.head.apply({"params": {"kernel": kernel}}, hidden) + self.bias + other
+net = Net()
+variables = net.init(jax.random.key(0), np.ones((2, 6)))
+"""
+"""A model with a tied head, and with another module that is none of its own: it applies both by itself."""
+
 LINEN = (
     HEAD
     + """

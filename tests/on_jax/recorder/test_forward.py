@@ -17,6 +17,7 @@ from crossframe.verdict import Verdict, compare
 from jax_backend import Recorder, make_mesh, shard
 from jax_backend.activations import tell
 from jax_backend.recorder import script
+from tests.on_jax.helpers.scripts import TIED
 
 HEAD = """
 import jax, jax.numpy as jnp, numpy as np
@@ -175,6 +176,18 @@ result = [apply(variables, put(batch, "data")) for batch in batches]
     for rank in (0, 1):
         own = found.activation(0, rank, 0, "", "output")
         np.testing.assert_allclose(own, whole[2 * rank : 2 * rank + 2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("apply", ["net.apply", "jax.jit(net.apply)"])
+def test_a_module_that_a_model_applies_itself_is_part_of_it(tmp_path, run, apply):
+    text = TIED + f"apply = {apply}\nresult = [apply(variables, batch) for batch in batches]\n"
+    status, result, _ = run(text)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3 and {*found.manifest.params} == {"embed.embedding", "bias"}
+    assert {module for _, module, _ in found.activations(0)} == {"", "embed", "head"}
+    assert np.array_equal(found.activation(0, 0, 0, "", "output"), result[0])
+    assert found.activation(0, 0, 0, "head", "output").shape == (4, 7)
 
 
 def test_a_model_under_jit_and_outside_agrees_by_rounding_and_another_is_a_bug(tmp_path, run):

@@ -227,10 +227,11 @@ def test_a_product_of_float16_factors_and_one_of_groups_are_judged():
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "abstract_mesh"])
 def test_a_shard_map_without_devices_runs_on_those_of_its_arguments(is_set):
     mesh = Mesh(np.array(jax.devices()[3:1:-1]), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(np.arange(4.0), NamedSharding(mesh, PartitionSpec("data")))
-    spec = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+    spec = PartitionSpec("data")
+    x = jax.device_put(np.arange(4.0), NamedSharding(mesh, spec))
     with jax.set_mesh(mesh) if is_set else nullcontext():
-        doubled = jax.jit(jax.shard_map(lambda x: 2 * x, mesh=None if is_set else mesh.abstract_mesh, **spec))
+        where = None if is_set else mesh.abstract_mesh
+        doubled = jax.jit(jax.shard_map(lambda x: 2 * x, mesh=where, in_specs=spec, out_specs=spec))
         wanted = doubled(x)
         trace = OperatorTrace(Request("", 0, 0, FORWARD, ""))
         trace.begin_step(0)

@@ -32,6 +32,7 @@ from tests.on_jax.helpers.scripts import (
     RECORDED,
     REFUSED,
     SHARDED,
+    TIED,
     TWO_CALLS,
 )
 
@@ -150,6 +151,31 @@ def check_gradients(found, variables, tolerance):
     for name in initial:
         part, _, leaf = name.partition(".")
         np.testing.assert_allclose(found.full("reduce", 0, name), grads[part][leaf], rtol=0, atol=tolerance)
+
+
+def test_a_module_that_another_applies_has_its_path_in_the_model(tmp_path, run):
+    text = (
+        HEAD
+        + TIED
+        + """
+@jax.jit
+def train_step(params, batch):
+    loss_fn = lambda params: cross_entropy(net.apply({"params": params}, batch["image"]), batch["label"])
+    grads = jax.grad(loss_fn)(params)
+    return optax.apply_updates(params, optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))[0])
+params = variables["params"]
+for batch in batches:
+    params = train_step(params, batch)
+"""
+    )
+    status, variables = run(text)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert {module for _, module, _ in found.activations(0)} == {"", "embed", "head"}
+    net, initial, image = variables["net"], variables["variables"], variables["batches"][0]["image"]
+    # Sums of some tens of numbers of order 1.
+    tolerance = 64 * float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(found.activation(0, 0, 0, "", "output"), net.apply(initial, image), atol=tolerance)
 
 
 @pytest.mark.parametrize(
