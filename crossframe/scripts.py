@@ -1,17 +1,20 @@
 """Runs a training script in this process, and records it. `crossframe record SCRIPT` starts such processes."""
 
+import io
 import json
 import os
-import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from crossframe.errors import CrossframeError
+from crossframe.operators.source import call_file
 
 NOT_RECORDED = 3
 """Exit status of a script that ran but was not recorded."""
@@ -40,7 +43,7 @@ def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) 
     try:
         with recorder.watching():
             try:
-                runpy.run_path(script, run_name="__main__")
+                run_as_main(script)
             except SystemExit as ended:
                 if ended.code not in (None, 0):
                     raise
@@ -50,7 +53,7 @@ def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) 
         raise
     except CrossframeError as error:
         recorder.finish(error)
-        traceback.print_exc()
+        traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
         print(f"crossframe: not recorded: {error}", file=sys.stderr)
         return NOT_RECORDED
     except BaseException as error:
@@ -59,8 +62,50 @@ def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) 
     return 0
 
 
+def run_as_main(script: str) -> dict[str, Any]:
+    """Run a script as the module `__main__`; returns its variables.
+
+    As under `python SCRIPT`, its path is absolute in `__file__` and in tracebacks, and as given in sys.argv. (`runpy.run_path`
+    uses the same path for all of them: a traceback then has no code after a change of folder.)
+    """
+    path = os.path.abspath(script)
+    call_file(path, script)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module, before = ModuleType("__main__"), sys.modules["__main__"]
+    loader = SourceFileLoader("__main__", path)
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __package__=None, __annotations__={})
+    sys.modules["__main__"] = module
+    try:
+        exec(code, module.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+    return module.__dict__
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on; None for an error of its syntax; all of it for an error elsewhere."""
+    outer = trace
+    while outer is not None and outer.tb_frame.f_code is not run_as_main.__code__:
+        outer = outer.tb_next
+    return trace if outer is None else outer.tb_next
+
+
+def _print_from_script_on() -> None:
+    """Let the hook that prints an uncaught error show it as `python SCRIPT` would."""
+    own = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        trace = _of_script(trace)
+        own(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
 def main(run: Callable[..., int]) -> int:
     """Run and record: OPTIONS SCRIPT ARGUMENTS are on the command line, OPTIONS as JSON. Returns the exit status.
+
+    An error of the script is printed by Python, as that of the script alone.
 
     Args:
         run: a function of the script, its arguments and the options.
@@ -77,4 +122,7 @@ def main(run: Callable[..., int]) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+        raise
+    except BaseException:
+        _print_from_script_on()
         raise

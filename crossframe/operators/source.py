@@ -17,6 +17,7 @@ _OWN = tuple(
 )
 _PYTHON = tuple(str(Path(sysconfig.get_paths()[kind])) for kind in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(site.getsitepackages())
+_names: dict[str, str] = {}
 
 Frame = tuple[str, int, str]
 """File, line number and function name."""
@@ -51,6 +52,11 @@ class UserCode:
         return next((line_of(*frame) for frame in frames if self.has(frame[0])), None)
 
 
+def call_file(file: str, name: str) -> None:
+    """Let lines of a file state this name of it, such as the path of a script as the user gave it."""
+    _names[file] = name
+
+
 def line_of(file: str, number: int, function: str) -> SourceLine:
     """A line with its code."""
-    return SourceLine(file, number, function, linecache.getline(file, number).strip())
+    return SourceLine(_names.get(file, file), number, function, linecache.getline(file, number).strip())

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
 
 from crossframe.errors import UsageError
+from crossframe.operators import SourceLine
+from crossframe.operators.source import line_of
 from crossframe.scripts import NOT_RECORDED, main, run_script
 
 
@@ -54,6 +57,13 @@ def test_a_script_runs_as_main_with_its_arguments_and_its_folder(script, end):
     assert recorder.notes == ["watching", "watched", None] and sys.argv[0] == path
 
 
+def test_lines_of_a_script_state_its_path_as_given(script, tmp_path, monkeypatch):
+    path = script("x = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_script(Recorder(), "train.py", []) == 0
+    assert line_of(path, 1, "<module>") == SourceLine("train.py", 1, "<module>", "x = 1")
+
+
 def test_a_script_that_fails_ends_as_it_would_alone(script):
     recorder = Recorder()
     with pytest.raises(SystemExit) as ended:
@@ -92,3 +102,53 @@ def test_an_interrupted_script_ends_by_the_signal(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(interrupted)
     assert sent == [(signal.SIGINT, signal.SIG_DFL), (os.getpid(), signal.SIGINT)]
+
+
+# A process that records a script with a recorder of nothing.
+PROGRAM = """
+import sys
+from contextlib import ExitStack, contextmanager
+from crossframe.operators import SourceLine
+from crossframe.operators.source import line_of
+from crossframe.scripts import main, run_script
+
+class Recorder:
+    @contextmanager
+    def watching(self):
+        with ExitStack() as stack:
+            stack.callback(len, "")
+            yield
+
+    def finish(self, error=None):
+        pass
+
+sys.exit(main(lambda script, arguments, **options: run_script(Recorder(), script, arguments)))
+"""
+ENDS = {
+    "plain": "def f(x):\n    return 1 / x\n\nf(0)\n",
+    "syntax": "x = 1\ndef f(:\n    pass\n",
+    "indentation": "if True:\nx = 1\n",
+    "syntax of an import": "import wrong\n",
+    "encoding": "# coding: latin-1\nraise ValueError('\xe9')\n",
+    "cause": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n",
+    "context": "try:\n    {}['a']\nexcept KeyError:\n    raise ValueError('b')\n",
+    "group": "raise ExceptionGroup('both', [ValueError(1), TypeError(2)])\n",
+    "another folder": "import os\nos.chdir('/')\nwarnings = __import__('warnings')\nwarnings.warn('w')\nraise ValueError\n",
+    "own hook": "import sys\nsys.excepthook = lambda *error: print(error[1].__traceback__.tb_lineno, file=sys.stderr)\n1 / 0\n",
+    "as given": "import sys\nraise ValueError(sys.argv, __file__, __spec__, __package__, __name__, __doc__)\n",
+    "no status": "raise SystemExit\n",
+    "status": "raise SystemExit(5)\n",
+    "message": "import sys\nsys.exit('wrong')\n",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_that_ends_prints_what_it_prints_alone(tmp_path, name):
+    (tmp_path / "train.py").write_text(ENDS[name], encoding="latin-1")
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    python = [sys.executable, "-B"]
+    alone, recorded = (
+        subprocess.run([*python, *rest], cwd=tmp_path, capture_output=True, text=True, check=False)
+        for rest in (["train.py", "--lr"], ["-P", "-c", PROGRAM, '{"windows": []}', "train.py", "--lr"])
+    )
+    assert (recorded.returncode, recorded.stderr) == (alone.returncode, alone.stderr)

@@ -1,6 +1,8 @@
 """What `crossframe record SCRIPT` says at once of options and scripts that it cannot use."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,18 @@ def test_a_recording_of_forward_alone_is_repeated_as_one():
 def test_frameworks_are_told_by_imports(tmp_path, text, expected):
     (tmp_path / "train.py").write_text(text)
     assert is_of_jax(tmp_path / "train.py") is expected
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_an_error_of_a_script_is_printed_as_without_the_command(capfd, tmp_path, monkeypatch, framework):
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "import os\nos.chdir('/')\ntry:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n"
+    )
+    Path("train.py").write_text(text)
+    subprocess.run([sys.executable, "train.py"], check=False)
+    alone = capfd.readouterr().err
+    assert "raise ValueError('b') from error" in alone
+    assert run(["record", "train.py", "--framework", framework]) == 2
+    end = "crossframe: train.py was not recorded, or not to its end: exit status 1\n"
+    assert capfd.readouterr().err == alone + end

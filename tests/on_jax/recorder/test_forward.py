@@ -1,6 +1,5 @@
 """Scripts and loops that only call a model: each call is a step, with the bits that it has without a recorder."""
 
-import runpy
 import sys
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
@@ -115,12 +115,12 @@ def run(tmp_path, monkeypatch):
     def run(text, name="out", **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        path, variables, own = tmp_path / "script.py", {}, runpy.run_path
+        path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(HEAD + text)
-        monkeypatch.setattr(runpy, "run_path", lambda *args, **given: variables.update(own(*args, **given)))
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))
         options = {"directory": str(tmp_path / name), "forward_only": True, "dense": 2} | options
         status = script.run(str(path), (), **options)
-        monkeypatch.setattr(runpy, "run_path", own)
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
         return status, variables.get("result"), variables
 
     return run

@@ -2,13 +2,13 @@
 
 import inspect
 import os
-import runpy
 import sys
 
 import jax
 import numpy as np
 import pytest
 
+import crossframe.scripts
 from crossframe.operators import Request
 from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD
@@ -75,11 +75,11 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setenv("FAULT", str(fault))
-        path, variables, own = tmp_path / "script.py", {}, runpy.run_path
+        path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(text)
-        monkeypatch.setattr(runpy, "run_path", lambda *args, **given: variables.update(own(*args, **given)))
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))
         status = script.run(str(path), (), **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
-        monkeypatch.setattr(runpy, "run_path", own)
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
         return status, variables
 
     return run
