@@ -7,6 +7,7 @@ causes of the first quantity outside its bound are within their bounds, so the b
 """
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.squares import holds_squares
 from crossframe.verdict.measure.values import (
     Side,
     Sides,
@@ -48,7 +50,6 @@ from crossframe.verdict.measure.values import (
 )
 
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 
 Group = list[Quantity]
 """The same quantity on several ranks or replicas."""
@@ -236,7 +237,8 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
         group = []
         for rank in range(pair.a.manifest.world_size):
             shapes = [recording.activation_shape(step, rank, *at) for recording in (pair.a, pair.b)]
-            if shapes[0] != shapes[1]:
+            # A loss of shape (1,) is that of shape (): a number.
+            if shapes[0] != shapes[1] and not all(math.prod(shape) == 1 for shape in shapes):
                 first, second = labels(pair.a, pair.b)
                 pair.of_other_shapes[at[1:]] = (
                     f"at step {step} the {at[2]} of module {at[1]!r} has shape {shapes[0]} in {first} and {shapes[1]} in "
@@ -390,7 +392,7 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
     made = _quantity(pair, step, STATE, "state", name, sides, bound=bound, replica=replicas[1], use=slot)
     sizes, size = pair.sizes[0], made.norms[0]
     noise = pair.gradient_noise(sizes.typical[step], made.numel)
-    if slot not in _SQUARES:
+    if not holds_squares(pair, slot):
         return made.with_scale(gradient_scale(size, noise))
     # The relative error of a square is twice that of its root; for a root below the noise it is that of the noise.
     root = sizes.of[step][name] * np.sqrt(made.numel)

@@ -9,10 +9,11 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
+from crossframe.recording.event_format import STATE
 from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
-from tests.core.helpers import synthetic
+from tests.core.helpers import faulty, synthetic
 from tests.core.helpers.quantities import other_specs
 from tests.core.helpers.synthetic import only
 
@@ -487,3 +488,42 @@ def test_only_the_first_steps_are_compared(tmp_path):
     for steps in (0, -1, True, 1.0):
         with pytest.raises(RecordingError, match="steps: expected an int of at least 1"):
             a.first(steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slot", "change", "is_square"),
+    [
+        pytest.param("exp_avg_sq", np.abs, True, id="Adam"),
+        pytest.param("square_avg", np.abs, True, id="RMSprop"),
+        pytest.param("variance", np.abs, True, id="Adafactor"),
+        pytest.param("0.nu", np.abs, True, id="an unknown name"),
+        pytest.param("0.sum_of_squares", lambda square: 1e-3 + square, True, id="from an initial value on"),
+        pytest.param("exp_inf", np.sqrt, False, id="magnitudes"),
+        pytest.param("trace", np.negative, False, id="no squares"),
+    ],
+)
+def test_squares_have_twice_the_bound_of_gradients(tmp_path, monkeypatch, slot, change, is_square):
+    write = RecordingWriter.state
+
+    def state(writer, step, unit, name, pieces):
+        if name == "exp_avg_sq":
+            name, pieces = slot, {n: (start, stop, change(values)) for n, (start, stop, values) in pieces.items()}
+        write(writer, step, unit, name, pieces)
+
+    monkeypatch.setattr(RecordingWriter, "state", state)
+    runs = faulty.record(tmp_path / "a"), faulty.record(tmp_path / "b", noise=1)
+    found = [q for group in walk(Pair(*runs), (STATE,)) for q in group]
+    found = [q for q in found if (q.use, q.parameter) == (slot, "block.query.weight")]
+    assert [q.scale == pytest.approx(2 * q.norms[0]) for q in found] == [is_square] * 3
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_number_of_any_shape_is_compared(tmp_path, shape):
+    def number(of, factor=1.0):
+        return only("output", "", lambda array: (factor * array.mean()).reshape(of).astype(array.dtype))
+
+    a, b = pair(tmp_path, tamper_a=number(()), tamper=number(shape))
+    assert compare(a, b).verdict is Verdict.EQUAL
+    other = synthetic.record(tmp_path / "c", synthetic.manifest(framework="jax"), tamper=number(shape, 1.5))
+    found = compare(a, other)
+    assert found.verdict is Verdict.BUG and found.first_divergence.event == "output"
