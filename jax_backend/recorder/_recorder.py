@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -343,6 +344,8 @@ class Recorder:
         if self._closed:
             raise RecordingError(f"{self._path}: the recording is closed; call step inside the with block")
         self._check(loss=loss, params=params, grads=grads, opt_state=opt_state)
+        if np.shape(loss) != (self._source.grid.spec.world_size,):
+            loss = jnp.reshape(jnp.asarray(loss), ()) if np.shape(loss) else loss  # one element, such as of shape (1,)
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
         if self._writers is None:
@@ -530,10 +533,8 @@ class Recorder:
         ]:
             raise UsageError(f"step: expected arrays, got tracers in {traced}; call recorder.step outside jit and grad")
         size = self._source.grid.spec.world_size
-        if np.shape(given["loss"]) not in ((), (size,)):
-            raise UsageError(
-                f"loss: expected a scalar, or one for each of {size} ranks, got shape {np.shape(given['loss'])}"
-            )
+        if (shape := np.shape(given["loss"])) != (size,) and math.prod(shape) != 1:
+            raise UsageError(f"loss: expected a scalar, or one for each of {size} ranks, got shape {shape}")
 
     def _start(self, recorded: list[str], *, by_rank: bool) -> None:
         manifest = self._manifest

@@ -408,6 +408,14 @@ def test_what_cannot_be_recorded_is_refused_by_name(tmp_path):
         pass
 
 
+def test_a_loss_of_one_element_is_the_mean_over_ranks(tmp_path):
+    params = {"w": jax.device_put(np.arange(4.0), NamedSharding(mesh_of(fsdp=2), P("fsdp")))}
+    with Recorder(tmp_path / "r", params) as recorder:
+        recorder.step(params=params, loss=jnp.full((1,), 2.5))
+    found = Recording.open(tmp_path / "r")
+    assert found.losses().tolist() == [[2.5, 2.5]] and found.manifest.settings["losses"] == "mean"
+
+
 def test_a_loop_that_fails_leaves_a_recording_without_its_end(tmp_path):
     params = {"w": jnp.ones(2)}
     with pytest.raises(ZeroDivisionError), Recorder(tmp_path / "r", params) as recorder:
