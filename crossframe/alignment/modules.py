@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from crossframe.alignment.elementwise import activation_between
 from crossframe.alignment.portions import features_text
 from crossframe.alignment.solve import rearrangements
 from crossframe.dtypes import coarser, unit_roundoff
@@ -249,8 +250,12 @@ class _Matcher:
             for use in (INPUT, OUTPUT)
             if (module, use) in self._first.order and (other, use) in self._second.order
         ]
-        pairs += self._others({ours for ours, _ in pairs}, {theirs for _, theirs in pairs})
         forms = {pair: self._nearest(*pair) for pair in pairs}
+        forms = {
+            pair: form for pair, form in forms.items() if form is not None or not self._is_across_activation(*pair)
+        }
+        others = self._others({ours for ours, _ in forms}, {theirs for _, theirs in forms})
+        forms |= {pair: self._nearest(*pair) for pair in others}
         known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Rearrangement]] = {}
         known_by_kind: dict[tuple[object, ...], list[Rearrangement]] = {}
         for (ours, theirs), form in forms.items():
@@ -316,6 +321,18 @@ class _Matcher:
                 if text is not None and (form := Rearrangement(text)).fits(other) and form.shape(other) == shape:
                     found[text] = form
         return list(found.values())
+
+    def _is_across_activation(self, ours: Of, theirs: Of) -> bool:
+        """Whether one of two activations is the other one after an elementwise activation: then they are two things, as of a norm
+        and of a norm with an activation of its own."""
+        a, b = self._first.array(ours), self._second.array(theirs)
+        if a is None or b is None or a.size != b.size:
+            return False
+        return any(
+            activation_between(x, y, self._near) is not None
+            for form in _forms(a.shape, b.shape)
+            for x, y in ((a, form(b)), (form(b), a))
+        )
 
     def _is_without_effect(
         self, ours: Of, theirs: Of, form: Rearrangement, forms: Mapping[tuple[Of, Of], object]

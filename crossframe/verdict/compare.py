@@ -88,6 +88,10 @@ def compare(
 
     If a recording has perturbed runs, they measure the bounds in every dtype (`crossframe.verdict.perturbed_runs.limits`).
 
+    Between two implementations, the rows of an expert's activations are compared in one order
+    (`crossframe.verdict.measure.routed_rows`), and an output that is the other side's after an elementwise activation, such as
+    that of a norm that applies a ReLU itself, is not compared.
+
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`).
 
@@ -344,6 +348,10 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
     if texts := list(pair.of_other_shapes.values()):
         more = f", and so do {len(texts) - 1} more activations" if len(texts) > 1 else ""
         yield f"{texts[0]}{more}; these are not compared"
+    if pair.routed:
+        others = len(pair.routed) - 1
+        more = f" and of {others} more module{'s' * (others > 1)}" if others else ""
+        yield f"the rows of {next(iter(pair.routed))!r}{more} come in different orders; they are compared in one order"
     if pair.unmatched:
         (module, use), why = next(iter(pair.unmatched.items()))
         others = len(pair.unmatched) - 1

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from crossframe.alignment.elementwise import activation_between
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.element_ranges import ElementRange
@@ -39,6 +40,7 @@ from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.routed_rows import RoutedRows
 from crossframe.verdict.measure.squares import holds_squares
 from crossframe.verdict.measure.values import (
     Side,
@@ -49,6 +51,9 @@ from crossframe.verdict.measure.values import (
     rank_values,
 )
 
+_NEAR, _NEAR_IF_COARSE = 1e-4, 0.05
+"""The relative distance up to which values are those of an elementwise activation: that of the bound, but at least that at which
+modules are matched, and at most 0.05. Nothing is judged by it."""
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 
 Group = list[Quantity]
@@ -233,6 +238,7 @@ def _gathered(recording: Recording, step: int, run: ElementRange, name: str) -> 
 
 def _activations(pair: Pair, step: int) -> Iterator[Group]:
     """Activations of all ranks; those whose shapes differ are noted in the pair instead."""
+    rows = RoutedRows(pair, step)
     for at in shared_activations(pair.a, pair.b, step):
         group = []
         for rank in range(pair.a.manifest.world_size):
@@ -246,9 +252,25 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
                 )
                 break
             sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
-            group.append(_activation(pair, step, at, rank, match_values(*sides, by_sketch=pair.sketched)))
+            matched = rows.in_one_order(at, rank, match_values(*sides, by_sketch=pair.sketched))
+            group.append(_activation(pair, step, at, rank, matched))
         else:
-            yield group
+            if not _is_across_activation(pair, at, group):
+                yield group
+
+
+def _is_across_activation(pair: Pair, at: At, group: Group) -> bool:
+    """Whether an activation of one implementation is that of the other one after an elementwise activation, on all ranks: then
+    these are two things, and what follows tells whether the implementations differ. Noted in the pair."""
+    if not pair.two_programs or any(each.sketched or each.a.shape != each.b.shape for each in group):
+        return False
+    near, names = max(_NEAR, min(pair.bounds.parameter, _NEAR_IF_COARSE)), labels(pair.a, pair.b)
+    for i in (0, 1):
+        found = {activation_between(*((each.a, each.b), (each.b, each.a))[i], near) for each in group}
+        if len(found) == 1 and (name := found.pop()) is not None:
+            pair.unmatched[at[1:]] = f"those of {names[i]} are before {name}, and those of {names[1 - i]} after it"
+            return True
+    return False
 
 
 def _reordered(shapes: list[tuple[int, ...]]) -> str:
@@ -271,7 +293,7 @@ def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
         known = at[1:] not in theirs or at[1:] in matched or at[1:] in pair.unmatched
         if not known and (why := unmatched(pair.a, pair.b, step, at)):
             pair.unmatched[at[1:]] = why
-    yield from found.values()
+    yield from (group for at, group in found.items() if not _is_across_activation(pair, at, group))
 
 
 def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -> Quantity:

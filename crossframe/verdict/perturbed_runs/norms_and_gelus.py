@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.alignment.elementwise import gelu_by_erf
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording.event_format import OUTPUT, PARAMETERS, UPDATE
 from crossframe.verdict.measure.quantities import Quantity, finite
@@ -138,17 +139,6 @@ class Recogniser:
         return None
 
 
-def _erf(x: np.ndarray) -> np.ndarray:
-    """erf with an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below the resolution of low precision."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.sign(x) * (1 - series * np.exp(-x * x))
-
-
-def _gelu_by_erf(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
-
-
 def _of_gelu(x: Quantity, y: Quantity) -> Estimates:
     (first, way), (second, other_way) = _estimate(x.a, y.a), _estimate(x.b, y.b)
     # From the other recording's own inputs, whose sum of squares is nearly the same.
@@ -158,7 +148,7 @@ def _of_gelu(x: Quantity, y: Quantity) -> Estimates:
 def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """sum((y - erf(x)) h) and sum(h h) with h = tanh(x) - erf(x)."""
     x, y = (finite(side).reshape(-1)[:_MOST_ELEMENTS] for side in (x, y))
-    by_erf = _gelu_by_erf(x)
+    by_erf = gelu_by_erf(x)
     way = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) - by_erf
     return float(np.vdot(y - by_erf, way)), float(np.vdot(way, way))
 
@@ -166,7 +156,7 @@ def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def _is_gelu(x: np.ndarray, y: np.ndarray) -> bool:
     """Whether y is an erf or tanh GELU of x; these differ by at most 5e-4, less than rounding in low precision."""
     x, y = (finite(side).reshape(-1)[:512] for side in (x, y))
-    apart, size = float(np.linalg.norm(y - _gelu_by_erf(x))), float(np.linalg.norm(y))
+    apart, size = float(np.linalg.norm(y - gelu_by_erf(x))), float(np.linalg.norm(y))
     return bool(size) and np.ptp(x) > 0 and apart <= 0.02 * size
 
 

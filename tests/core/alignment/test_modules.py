@@ -217,3 +217,28 @@ def test_what_differs_without_effect_is_not_one_activation(loss, compared):
     entries = (MapEntry("layer.attn.w", "block.mix.w"), MapEntry("layer.scale", "block.scale"))
     found = match_activations(first, second, ParamMap(entries))
     assert (("layer.attn", "output") in found) == compared and ("layer.attn", "input") in found
+
+
+ACTIVATIONS = {"relu": lambda x: np.maximum(x, 0.0), "silu": lambda x: x / (1 + np.exp(-x))}
+
+
+@pytest.mark.parametrize("act", [pytest.param(act, id=name) for name, act in ACTIVATIONS.items()])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_norm_is_not_one_that_applies_an_activation_too(act, swapped):
+    x, y = values(1), values(2)
+    plain = {("bn", "input"): x, ("bn", "output"): y, ("act", "input"): y, ("act", "output"): act(y)}
+    joined = {("norm", "input"): x.transpose(0, 2, 1), ("norm", "output"): act(y).transpose(0, 2, 1)}
+    names = ("norm", "bn") if swapped else ("bn", "norm")
+    runs = (Run(joined), Run(plain)) if swapped else (Run(plain), Run(joined))
+    found = match_activations(*runs, ParamMap((MapEntry(f"{names[0]}.weight", f"{names[1]}.scale"),)))
+    pairs = {(ours, theirs) for ours, (theirs, _) in found.items()}
+    pairs = {pair[::-1] if swapped else pair for pair in pairs}
+    assert pairs == {(("bn", "input"), ("norm", "input")), (("act", "output"), ("norm", "output"))}
+
+
+def test_a_norm_with_a_fault_is_still_that_norm():
+    x, y = values(1), values(2)
+    first = Run({("bn", "input"): x, ("bn", "output"): y})
+    second = Run({("norm", "input"): x, ("norm", "output"): 1.01 * np.maximum(y, -0.5)})
+    found = match_activations(first, second, ParamMap((MapEntry("bn.weight", "norm.scale"),)))
+    assert found["bn", "output"][0] == ("norm", "output")

@@ -527,3 +527,38 @@ def test_a_number_of_any_shape_is_compared(tmp_path, shape):
     other = synthetic.record(tmp_path / "c", synthetic.manifest(framework="jax"), tamper=number(shape, 1.5))
     found = compare(a, other)
     assert found.verdict is Verdict.BUG and found.first_divergence.event == "output"
+
+
+def relu(array):
+    return np.maximum(array, 0)
+
+
+@pytest.mark.parametrize(
+    ("framework", "change", "is_bug"),
+    [
+        pytest.param("jax", relu, False, id="an activation"),
+        pytest.param("torch", relu, True, id="an activation in the same implementation"),
+        pytest.param("jax", lambda array: 1.01 * relu(array), True, id="another scale"),
+        pytest.param("jax", lambda array: 1.01 * array, True, id="a scale alone"),
+    ],
+)
+def test_outputs_before_and_after_an_activation_are_two_things(tmp_path, framework, change, is_bug):
+    a = synthetic.record(tmp_path / "a")
+    b = synthetic.record(
+        tmp_path / "b", synthetic.manifest(framework=framework), tamper=only("output", "block", change)
+    )
+    for runs in ((a, b), (b, a)):
+        found = compare(*runs)
+        if is_bug:
+            assert found.verdict is Verdict.BUG and found.first_divergence.module == "block"
+        else:
+            assert (
+                found.verdict is Verdict.EQUAL
+                and "those of torch are before ReLU, and those of jax after it" in str(found.notes)
+            )
+    later = synthetic.record(
+        tmp_path / "c",
+        synthetic.manifest(framework=framework),
+        tamper=synthetic.both(only("output", "block", change), only("output", "", lambda array: 1.01 * array)),
+    )
+    assert compare(a, later).verdict is Verdict.BUG

@@ -1,0 +1,179 @@
+"""Puts the rows of an expert's activations into one order.
+
+A router gives an expert some of the rows that the module around it has, one for each token. Two implementations gather them in
+other orders, such as that of a mask or of a sort, and the expert computes each row alone. So between two implementations the rows
+that the expert received are matched by their values, and its activations and those of modules inside of it are compared in this
+order. Rows are reordered only if all of these hold:
+
+- The module has another number of rows than a module around it whose input has the same width.
+- Rows at other places are unrelated in place. Two rows that are drawn independently from rows with the mean square distance s^2
+  from their mean have a mean square distance of 2 s^2; a row and itself with other rounding have one near 0. The threshold is
+  half: a mean square distance of at least s^2 over all rows that move.
+- Each row has a row of its own on the other side within the bound, and nearer than s / 2, less than half of the distance
+  sqrt(2) s of unrelated rows. All rows together are then within the bound.
+
+A fault in an expert leaves the rows that it receives as they are, so it is found where it is. Two recordings of one
+implementation are never reordered.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.verdict.measure.aligned_samples import At
+from crossframe.verdict.measure.metrics import distance, norm
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.values import Sides, activation_values
+
+MOST_ROWS = 2048
+"""The largest number of rows that are matched: the time grows with its square, to about a second."""
+_NEAREST = 4
+"""The number of nearest rows of which exact distances are computed first."""
+
+
+class RoutedRows:
+    """The orders of rows of the experts of two implementations at one step."""
+
+    def __init__(self, pair: Pair, step: int) -> None:
+        self._pair, self._step = pair, step
+        self._recorded = set(pair.a.activations(step)) & set(pair.b.activations(step)) if pair.two_programs else set()
+        self._orders: dict[tuple[int, int, str, str], np.ndarray | None] = {}
+
+    def in_one_order(self, at: At, rank: int, sides: Sides) -> Sides:
+        """The values of an activation on a rank, those of b in the order of the rows of a."""
+        a, b, sketches = sides
+        if not self._recorded or sketches is not None or a.ndim != 2 or a.shape != b.shape:
+            return sides
+        order = self._order(at, rank, len(a))
+        return sides if order is None else (a, b[order], None)
+
+    def _order(self, at: At, rank: int, num_rows: int) -> np.ndarray | None:
+        """The order of b's rows; None if it is that of a's, or not known.
+
+        It is that of the input of the outermost routed module, which no fault inside of it changes, else of one inside of it.
+        """
+        microbatch, module, _ = at
+        around = _around(module)
+        for i, each in enumerate([module, *around][::-1]):
+            use = INPUT if (microbatch, each, INPUT) in self._recorded else OUTPUT
+            if (microbatch, each, use) not in self._recorded:
+                continue
+            shape = self._shape(rank, (microbatch, each, use))
+            outer = [module, *around][::-1][:i]
+            if len(shape) != 2 or shape[0] != num_rows or not self._is_routed(microbatch, rank, shape, outer):
+                continue
+            key = (microbatch, rank, each, use)
+            if key not in self._orders:
+                self._orders[key] = self._matched(*key)
+            if (order := self._orders[key]) is not None:
+                if (order == np.arange(num_rows)).all():
+                    return None
+                self._pair.routed.setdefault(each)
+                return order
+        return None
+
+    def _is_routed(self, microbatch: int, rank: int, shape: tuple[int, ...], outer: Sequence[str]) -> bool:
+        """Whether a module that encloses one has another number of rows of the same width."""
+        shapes = [
+            self._shape(rank, (microbatch, each, INPUT))
+            for each in outer
+            if (microbatch, each, INPUT) in self._recorded
+        ]
+        return any(len(own) > 1 and own[-1] == shape[-1] and int(np.prod(own[:-1])) != shape[0] for own in shapes)
+
+    def _shape(self, rank: int, at: At) -> tuple[int, ...]:
+        return self._pair.a.activation_shape(self._step, rank, *at)
+
+    def _matched(self, microbatch: int, rank: int, module: str, use: str) -> np.ndarray | None:
+        at = (microbatch, module, use)
+        sides = [
+            activation_values(recording, self._step, rank, at).elements for recording in (self._pair.a, self._pair.b)
+        ]
+        a, b = sides
+        if a is None or b is None or a.shape != b.shape or not 2 <= len(a) <= MOST_ROWS:
+            return None
+        return matching_rows(a, b, self._pair.bounds.parameter)
+
+
+def _around(module: str) -> list[str]:
+    """The modules around a module, the innermost first and the model, "", last."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
+
+
+def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | None:
+    """The order of b's rows in which they equal a's up to `bound` (see above); None if there is none.
+
+    >>> matching_rows(np.eye(3), np.eye(3)[[2, 0, 1]], 1e-11).tolist()
+    [1, 2, 0]
+
+    Args:
+        a, b: arrays of one shape (rows, width).
+        bound: on norm(a - b) / norm(a).
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()) or not a.any():
+        return None
+    num_rows, size = len(a), norm(a)
+    if distance(a, b) <= bound * size:
+        return np.arange(num_rows)
+    spread = norm(a - a.mean(axis=0)) / np.sqrt(num_rows)
+    order = _assigned(a, b, min(bound * size / np.sqrt(num_rows), spread / 2))
+    if order is None or distance(a, b[order]) > bound * size:
+        return None
+    moved = order != np.arange(num_rows)
+    is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())
+    return order if is_unrelated else None
+
+
+def _assigned(a: np.ndarray, b: np.ndarray, most: float) -> np.ndarray | None:
+    """For each row of a one of b within a distance, a different one for each, the same row if it is; None if there are none."""
+    near = [np.array([i]) if distance(x, y) <= most else None for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    squares = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2 * (a @ b.T)
+    owner = np.full(len(b), -1)
+    for i, own in enumerate(near):
+        if own is not None:
+            owner[i] = i
+
+    def rows_near(i: int) -> np.ndarray:
+        """The rows of b within the distance, the nearest first. Differences of squares are too inexact to tell."""
+        count = _NEAREST
+        while True:
+            count = min(count, len(b))
+            some = np.argpartition(squares[i], count - 1)[:count]
+            apart = np.linalg.norm(b[some] - a[i], axis=1)
+            if count == len(b) or apart.max() > 2 * most + 1e-7 * np.sqrt(squares[i].max()):
+                return some[np.argsort(apart)][: (apart <= most).sum()]
+            count *= 4
+
+    known: dict[int, np.ndarray] = {}
+
+    def place(start: int) -> bool:
+        """Give a row one of b's, moving others to rows that are equally near where it has to (Kuhn's algorithm)."""
+        seen: set[int] = set()
+        path = [start]  # each row but the first has the row of b that the one before it is to get
+        while path:
+            if path[-1] not in known:
+                known[path[-1]] = rows_near(path[-1])
+            options = [j for j in known[path[-1]].tolist() if j not in seen]
+            free = next((j for j in options if owner[j] < 0), None)
+            if free is not None:
+                for i in reversed(path):
+                    held = np.flatnonzero(owner == i)
+                    owner[free] = i
+                    free = int(held[0]) if held.size else -1
+                return True
+            if options:
+                seen.add(options[0])
+                path.append(int(owner[options[0]]))
+            else:
+                path.pop()
+        return False
+
+    for i, own in enumerate(near):
+        if own is None and not place(i):
+            return None
+    order = np.empty(len(a), int)
+    order[owner] = np.arange(len(b))
+    return order

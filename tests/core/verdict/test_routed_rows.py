@@ -1,0 +1,124 @@
+"""Experts whose tokens two implementations gather in different orders."""
+
+import numpy as np
+import pytest
+
+from crossframe.recording import RecordingWriter
+from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure.routed_rows import matching_rows
+from tests.core.helpers import synthetic
+
+EXPERTS, WIDTH, BOUND = 3, 6, 1e-11
+
+
+def activations(step, *, by, noise=0, fault="", repeated=0):
+    """A module with a router and experts: what its modules get and return, by (module, use).
+
+    Args:
+        by: (indices of tokens) to the order in which an expert gets them.
+        fault: what is wrong: "weight" of the second expert, "tokens" that it gets, or "output" that is added to another token.
+        repeated: the number of equal tokens, as of padding.
+    """
+    random = np.random.default_rng([step, 1])
+    tokens = random.normal(size=(2, 60, WIDTH))
+    tokens[0, :repeated] = tokens[0, 0]
+    flat, chosen = tokens.reshape(-1, WIDTH), random.integers(EXPERTS, size=120)
+    weights = random.normal(size=(EXPERTS, 2, WIDTH, WIDTH))
+    found, out = {("moe", "input"): tokens}, np.zeros_like(flat)
+    for expert in range(EXPERTS):
+        taken = by(np.flatnonzero(chosen == expert))
+        is_wrong, name = bool(fault) and expert == 1, f"moe.experts.{expert}"
+        got = flat[(taken + (is_wrong and fault == "tokens")) % len(flat)]
+        up = got @ (weights[expert, 0] * (1.001 if is_wrong and fault == "weight" else 1.0))
+        down = np.tanh(up) @ weights[expert, 1]
+        out[np.roll(taken, 1) if is_wrong and fault == "output" else taken] = down
+        found |= {(name, "input"): got, (f"{name}.up", "input"): got, (f"{name}.up", "output"): up}
+        found |= {(f"{name}.down", "input"): np.tanh(up), (f"{name}.down", "output"): down, (name, "output"): down}
+    found["moe", "output"] = out.reshape(tokens.shape)
+    rounding = np.random.default_rng([step, noise])
+    return {at: array * (1 + 2.0**-53 * rounding.uniform(-noise, noise, array.shape)) for at, array in found.items()}
+
+
+def by_token(tokens):
+    return tokens
+
+
+def backwards(tokens):
+    return tokens[::-1]
+
+
+def at_random(tokens):
+    return np.random.default_rng(3).permutation(tokens)
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Record a model with experts as a run of a framework."""
+
+    def made(framework, **options):
+        own = RecordingWriter.activation
+
+        def activation(writer, step, microbatch, module, use, value):
+            own(writer, step, microbatch, module, use, value)
+            if (module, use) == ("block", "input"):
+                for at, array in activations(step, **options).items():
+                    own(writer, step, microbatch, *at, array)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RecordingWriter, "activation", activation)
+            number = len(list(tmp_path.iterdir()))
+            return synthetic.record(tmp_path / f"{framework}{number}", synthetic.manifest(framework=framework))
+
+    return made
+
+
+@pytest.mark.parametrize("order", [backwards, at_random])
+@pytest.mark.parametrize("repeated", [0, 20])
+def test_experts_may_get_their_tokens_in_any_order(record, order, repeated):
+    a = record("torch", by=by_token, repeated=repeated)
+    b = record("jax", by=order, noise=1, repeated=repeated)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.ROUNDING
+        assert "the rows of 'moe.experts.0' and of 2 more modules come in different orders" in str(found.notes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "use"),
+    [
+        pytest.param("weight", "moe.experts.1.up", "output", id="in an expert"),
+        pytest.param("tokens", "moe.experts.1", "input", id="in the router"),
+        pytest.param("output", "moe", "output", id="after the experts"),
+    ],
+)
+def test_faults_of_experts_in_another_order_are_located(record, fault, module, use):
+    a = record("torch", by=by_token)
+    for order in (by_token, at_random):
+        found = compare(a, record("jax", by=order, noise=1, fault=fault))
+        where = found.first_divergence
+        assert found.verdict is Verdict.BUG and (where.module, where.event) == (module, use), order
+
+
+def test_rows_of_one_implementation_are_not_reordered(record):
+    found = compare(record("torch", by=by_token), record("torch", by=at_random))
+    assert found.verdict is Verdict.BUG and found.first_divergence.module == "moe.experts.0"
+
+
+def test_rows_that_are_related_in_place_are_not_reordered():
+    steps = np.arange(200)[:, None] * np.linspace(0.01, 0.02, 4)
+    smooth = np.sin(steps)
+    assert matching_rows(smooth, np.roll(smooth, 1, axis=0), BOUND) is None
+    assert matching_rows(smooth, smooth[::-1], BOUND).tolist() == list(range(199, -1, -1))
+
+
+@pytest.mark.parametrize("num_rows", [2, 300, 2048])
+def test_rows_are_matched_one_by_one(num_rows):
+    random = np.random.default_rng(num_rows)
+    a = random.normal(size=(num_rows, 5))
+    a[: num_rows // 4] = a[random.integers(num_rows // 8 + 1, size=num_rows // 4)]  # several that are equal
+    order = np.roll(random.permutation(num_rows), 1) if num_rows > 2 else np.array([1, 0])
+    b = a[order] * (1 + 1e-14 * random.normal(size=a.shape))
+    found = matching_rows(a, b, BOUND)
+    assert sorted(found) == list(range(num_rows)) and np.abs(b[found] - a).max() < 1e-12
+    b[num_rows // 2] += 1e-6
+    assert matching_rows(a, b, BOUND) is None
