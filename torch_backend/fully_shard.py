@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,12 +9,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from crossframe.api import Api
-from crossframe.errors import AssertedError, MeshError, UsageError, WrongTypeError
-from crossframe.mesh import MeshSpec
-from crossframe.quoting import quote
 from crossframe.step import StepSettings
-from crossframe.step.settings import reshard_choice
 from torch_backend.compat._composable import register, replicated_params
 from torch_backend.compat._fully_shard_api import (
     CPUOffloadPolicy,
@@ -23,12 +17,11 @@ from torch_backend.compat._fully_shard_api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch_backend.compat._torch_classes import as_ours
 from torch_backend.engine._build import build_unit
 from torch_backend.engine._deferred_init import make_real
 from torch_backend.engine._step_hooks import executor_of
 from torch_backend.engine._unit import UNIT, Unit, unit_of
-from torch_backend.engine._unit_options import UnitOptions
+from torch_backend.fsdp2._arguments import as_record, modules_to_shard, reshard_setting, unit_options
 from torch_backend.fsdp2._fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -101,17 +94,17 @@ def fully_shard(
         MeshError: a `reshard_after_forward` that does not divide the shard axis.
         LayoutError: a parameter without dims, or one that cannot be sharded on its dim.
     """
-    modules = _modules(module)
-    policy = _record("mp_policy", mp_policy, MixedPrecisionPolicy)
+    modules = modules_to_shard(module)
+    policy = as_record("mp_policy", mp_policy, MixedPrecisionPolicy)
     # None means no offload, as in torch.
-    offload = _record(
+    offload = as_record(
         "offload_policy", _ON_DEVICE if offload_policy is None else offload_policy, CPUOffloadPolicy, OffloadPolicy
     )
-    dims = None if dp_mesh_dims is None else _record("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
+    dims = None if dp_mesh_dims is None else as_record("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     data = find_mesh(mesh, dims)
     ranks = data.unit_mesh()
     step = StepSettings(
-        reshard_after_forward=_reshard_choice(reshard_after_forward, ranks.shards.size),
+        reshard_after_forward=reshard_setting(reshard_after_forward, ranks.shards.size),
         keep_root=reshard_after_forward is None,
     )
     parts = ShardParts(data, ranks, mp_policy, shard_placement_fn, layout, block_fn, step)
@@ -123,13 +116,7 @@ def fully_shard(
     unit = build_unit(
         modules,
         ranks,
-        UnitOptions(
-            Api.FSDP2,
-            step,
-            input_dtype=policy.param_dtype if policy.policy.casts_inputs(Api.FSDP2, is_root=False) else None,
-            output_dtype=policy.output_dtype,
-            settings=_settings(ranks.spec, policy),
-        ),
+        unit_options(step, policy, ranks.spec),
         is_unit=is_sharded,
         parts=parts,
         policy=policy.policy,
@@ -158,62 +145,12 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _modules(given: Any) -> list[nn.Module]:
-    """The given modules, except those inside other given modules."""
-    if isinstance(given, nn.Module):
-        modules = [given]
-    elif isinstance(given, list | tuple) and given and all(isinstance(module, nn.Module) for module in given):
-        inner = {id(module) for outer in given for module in outer.modules() if module is not outer}
-        modules = [module for module in dict.fromkeys(given) if id(module) not in inner]
-    else:
-        raise WrongTypeError(f"fully_shard: expected a module or a list of modules, got {type(given).__name__}")
-    for module in modules:
-        name = type(module).__name__
-        if isinstance(module, FSDPModule):
-            raise AssertedError(f"fully_shard: this {name} is sharded already; shard a module once")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-            raise UsageError(f"fully_shard: a {name} has no forward; shard the modules inside it")
-    return modules
-
-
-def _record(argument: str, given: Any, *kinds: type) -> Any:
-    """Convert an argument, possibly of PyTorch's class of the same name, to the first matching kind."""
-    for kind in kinds:
-        record = as_ours(given, kind)
-        if isinstance(record, kind):
-            return record
-    expected = " or ".join(kind.__name__ for kind in kinds)
-    raise UsageError(f"fully_shard: expected {argument} to be of type {expected}, got {quote(given)}")
-
-
-def _reshard_choice(asked: Any, num_shards: int) -> bool | int:
-    """`reshard_after_forward` in the form of the step settings."""
-    if asked is None or isinstance(asked, bool):
-        return asked is not False
-    if not isinstance(asked, int):
-        raise MeshError(
-            f"fully_shard: expected reshard_after_forward to be True, False, None or a number, got {quote(asked)}"
-        )
-    choice = reshard_choice(asked, num_shards)
-    if choice is False:
-        warnings.warn("reshard_after_forward=1 keeps the parameters, as False does; True reshards", stacklevel=3)
-    return choice
-
-
 def _keep_parts(unit: Unit, data: DataMesh, group_size: int) -> None:
     """Let a unit reshard to a group between forward and backward (R08)."""
     mesh = data.group_mesh(group_size)
     group = Communicator(mesh.get_group(1))
     for bucket in unit.buckets:
         bucket.group_shard = ReshardGroupShard(bucket.layout, group, mesh)
-
-
-def _settings(spec: MeshSpec, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    """Settings that must be equal on all ranks."""
-    return {
-        "mesh": f"{spec.replicate} x {spec.shard} (replicate x shard)",
-        "mp_policy": str(policy),
-    }
 
 
 def _attach(modules: Sequence[nn.Module], unit: Unit) -> None:
