@@ -17,7 +17,7 @@ from torch_backend.compat._fully_shard_api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch_backend.engine._build import build_unit
+from torch_backend.engine._build_unit import build_unit
 from torch_backend.engine._deferred_init import make_real
 from torch_backend.engine._step_hooks import executor_of
 from torch_backend.engine._unit import UNIT, Unit, unit_of

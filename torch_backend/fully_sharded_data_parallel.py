@@ -20,7 +20,7 @@ from crossframe.state import FSDP_WRAPPED
 from crossframe.unshard import UnshardRequest
 from torch_backend.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from torch_backend.compat._torch_classes import as_ours
-from torch_backend.engine._build import build_unit
+from torch_backend.engine._build_unit import build_unit
 from torch_backend.engine._clipping import clip_grad_norm
 from torch_backend.engine._step_hooks import StepExecutor, executor_of
 from torch_backend.engine._summon import summon_units

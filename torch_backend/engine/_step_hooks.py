@@ -26,7 +26,7 @@ from torch_backend.engine._settings_check import check_agreement
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit
 from torch_backend.memory._streams import Streams, streams_of
-from torch_backend.modules._inputs import cast_floating, moved, tensors_in
+from torch_backend.modules._nested_tensors import cast_floating, moved, tensors_in
 from torch_backend.ranks._failure import abandon, rejoin
 
 # What a module may return without anything to differentiate in it.

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from crossframe.errors import UsageError
@@ -15,7 +16,7 @@ from crossframe.quoting import quote
 from crossframe.unit_assignment import Slot, UnitSpec, assign_units
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._ignored import Ignored, IsUnit
-from torch_backend.modules._inputs import compute_in_full
+from torch_backend.modules._nested_tensors import cast_floating, tensors_in
 from torch_backend.wrap import CustomPolicy, Kwargs, ModuleWrapPolicy, name_of
 
 # How many classes of a model a warning names.
@@ -44,8 +45,26 @@ def wrap_inside(
     if mixed is not None:
         for inner in module.modules():
             if isinstance(inner, tuple(mixed._module_classes_to_ignore)):
-                compute_in_full(inner)
+                _compute_in_full(inner)
     wrap_modules(module, targets, wrapper_cls)
+
+
+def _compute_in_full(module: nn.Module) -> None:
+    """Cast the floating-point inputs of a full-precision module to the dtype of its parameters, and its outputs back to the
+    inputs' dtype."""
+    full = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+    came: list[torch.dtype] = []
+
+    def before(_: nn.Module, args: Any) -> Any:
+        came.clear()
+        came.extend(tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point() and tensor.dtype != full)
+        return cast_floating(args, full)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, came[-1]) if came else output
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
 
 
 def units_to_wrap(

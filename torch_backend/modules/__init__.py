@@ -1,1 +1,1 @@
-"""The user's modules before sharding: which parameters each unit owns, ignored ones, buffers, inputs, materialisation."""
+"""The user's modules before sharding: which parameters each unit owns, ignored ones, buffers, nested inputs, materialisation."""

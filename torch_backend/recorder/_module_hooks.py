@@ -20,7 +20,7 @@ from crossframe.dtypes import FLOATING
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import dtype_name
-from torch_backend.modules._inputs import tensors_in
+from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import named_modules

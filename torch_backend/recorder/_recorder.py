@@ -21,7 +21,7 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import FORWARD_ONLY
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from torch_backend.compat._dtypes import to_numpy
-from torch_backend.modules._inputs import tensors_in
+from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.recorder._context import RANK, Context

@@ -21,7 +21,7 @@ from crossframe.errors import LayoutError, UsageError
 from tests.on_torch.helpers.chains import MODES, Chain, Part, shard
 from tests.on_torch.helpers.interfaces import local_tensor
 from torch_backend.engine._unit import unit_of
-from torch_backend.modules._inputs import cast_floating
+from torch_backend.modules._nested_tensors import cast_floating
 
 FSDP = torch_backend.FullyShardedDataParallel
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")

@@ -1,4 +1,4 @@
-"""Finds the tensors in a module's inputs and outputs, moves them to the compute device and casts them (R35)."""
+"""Finds, moves and casts the tensors in nested inputs and outputs of modules (R35)."""
 
 import dataclasses
 from collections import OrderedDict
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from crossframe.errors import UsageError
@@ -25,24 +25,6 @@ def cast_floating(inputs: Any, dtype: torch.dtype) -> Any:
 def moved(inputs: Any, device: torch.device) -> Any:
     """Move all tensors in nested inputs to `device`."""
     return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
-
-
-def compute_in_full(module: nn.Module) -> None:
-    """Cast the floating-point inputs of a full-precision module to the dtype of its parameters, and its outputs back to the
-    inputs' dtype."""
-    full = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
-    came: list[torch.dtype] = []
-
-    def before(_: nn.Module, args: Any) -> Any:
-        came.clear()
-        came.extend(tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point() and tensor.dtype != full)
-        return cast_floating(args, full)
-
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floating(output, came[-1]) if came else output
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
