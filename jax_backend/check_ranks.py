@@ -3,7 +3,7 @@
 from crossframe.environment import Environment, OddRanks, odd_ranks
 from crossframe.environment.facts import MODULES, RANDOM
 from jax_backend.ranks._processes import gather_values
-from jax_backend.recorder._facts import environment_of
+from jax_backend.recorder._environment import environment_of
 
 
 def check_ranks() -> tuple[OddRanks, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_backend.activations import Activations
-from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._taps import Value
 
 

@@ -1,47 +1,43 @@
-"""Settings of JAX that a script makes in `os.environ` before it imports JAX, which the recorder has imported already."""
+"""Collects the environment of this process: the configuration of JAX and its platform."""
 
-import builtins
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
-_READ_SETTINGS = frozenset({"jax", "jaxlib", "optax", "flax", "equinox", "chex", "orbax"})
-"""Packages that import JAX, which then reads its settings."""
-_TRUE, _FALSE = frozenset({"y", "yes", "t", "true", "on", "1"}), frozenset({"n", "no", "f", "false", "off", "0"})
+from crossframe.environment import Environment, Fact, collect
+from crossframe.recording.program import ENVIRONMENT, SOURCE
+from jax_backend.recorder._manifest import program
+
+# Facts of the program that are stated in another section, or under the full name of the setting.
+_STATED_ELSEWHERE = ("processor", "python", "flags", "matmul", SOURCE, ENVIRONMENT)
+_CONFIGURED = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_dtype_bits",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_enable_custom_prng",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_softmax_custom_jvp",
+    "jax_use_shardy_partitioner",
+)
 
 
-@contextmanager
-def settings_of_script() -> Iterator[None]:
-    """A context in which the first import of JAX applies the variables that have changed since its beginning."""
-    before, own = _variables(), builtins.__import__
-    with ExitStack() as stack:
+def environment_of(*, compiled: bool = True, modules: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process.
 
-        def imports(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.partition(".")[0] in _READ_SETTINGS and builtins.__import__ is imports:
-                stack.close()
-                for variable, text in _variables().items():
-                    if before.get(variable) != text:
-                        _apply(variable.lower(), text)
-            return own(name, *args, **kwargs)
-
-        builtins.__import__ = imports
-        stack.callback(setattr, builtins, "__import__", own)
-        yield
-
-
-def _variables() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if name.startswith("JAX_")}
-
-
-def _apply(setting: str, text: str) -> None:
-    known = getattr(jax.config, setting, None)
-    value: Any = text
-    if text.lower() in _TRUE | _FALSE and isinstance(known, bool):
-        value = text.lower() in _TRUE
-    elif isinstance(known, int):
-        value = int(text)
-    if hasattr(jax.config, setting):
-        jax.config.update(setting, value)
+    Args:
+        compiled: whether steps are jitted.
+        modules: class and options of the model's modules by canonical name.
+    """
+    facts: dict[str, Fact] = {
+        name: fact for name, fact in program(compiled=compiled).items() if name not in _STATED_ELSEWHERE
+    }
+    for name in _CONFIGURED:
+        if hasattr(jax.config, name):
+            value = getattr(jax.config, name)
+            facts[name] = value if isinstance(value, bool | int | float | None) else str(value)
+    facts["platform"] = " ".join(str(jax.devices()[0].client.platform_version).split())
+    return collect(facts, modules=modules)

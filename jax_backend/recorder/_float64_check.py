@@ -13,7 +13,7 @@ import numpy as np
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
 from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, roundings_of_sum
-from jax_backend.recorder._products import PRODUCTS, Roundings, roundings_of_product, unrounded
+from jax_backend.recorder._product_precision import PRODUCTS, Roundings, roundings_of_product, unrounded
 
 _IS_ARITHMETIC = frozenset(
     ["add", "add_any", "sub", "mul", "div", "neg", "sqrt", "square", "max", "min", "abs", "select_n"]

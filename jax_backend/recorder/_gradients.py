@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from jax_backend.recorder._module_calls import reporting_modules
-from jax_backend.recorder._rounding import rounded
-from jax_backend.recorder._session import Root, inside_update
+from jax_backend.recorder._perturbed_rounding import rounded
+from jax_backend.recorder._script_session import Root, inside_update
 from jax_backend.recorder._taps import (
     GRADIENT,
     Detail,

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jax_backend.recorder._rounding import rounded
-from jax_backend.recorder._session import Root, Session, following
+from jax_backend.recorder._perturbed_rounding import rounded
+from jax_backend.recorder._script_session import Root, Session, following
 from jax_backend.recorder._taps import Detail, Packed, collecting, current, innermost, pack, traced, unpacked
 
 _jit = jax.jit

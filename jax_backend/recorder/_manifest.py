@@ -21,8 +21,8 @@ from crossframe.recording.sample import sample_of
 from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.ranks._processes import gather_values, together
-from jax_backend.recorder._arrays import ArrayPieces, Pieces
-from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._params_as_arrays import ArrayPieces, Pieces
+from jax_backend.recorder._params_as_shards import ShardPieces
 from jax_backend.recorder._sketch import sketch_of
 
 _TITLE = "beginning of a recording"

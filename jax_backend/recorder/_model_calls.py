@@ -24,7 +24,7 @@ from jax_backend.recorder._module_calls import (
     reporting_modules,
 )
 from jax_backend.recorder._replacing import replacing
-from jax_backend.recorder._session import Root, root
+from jax_backend.recorder._script_session import Root, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
 from jax_backend.tree import leaves_by_path
 

@@ -16,7 +16,7 @@ import optax
 from jax_backend.recorder._gradients import Gradient
 from jax_backend.recorder._optimizer_settings import noting_optimizers
 from jax_backend.recorder._replacing import replacing
-from jax_backend.recorder._session import Root, inside_update, root
+from jax_backend.recorder._script_session import Root, inside_update, root
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
 from jax_backend.tree import path_name
 

@@ -32,13 +32,13 @@ from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
-from jax_backend.recorder._arrays import ArrayPieces
-from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
 from jax_backend.recorder._operator_trace import OperatorTrace
-from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._params_as_arrays import ArrayPieces
+from jax_backend.recorder._params_as_shards import ShardPieces
 from jax_backend.recorder._taps import Value
 from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._sharded_params import ShardedParams

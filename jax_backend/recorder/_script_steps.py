@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
-from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in

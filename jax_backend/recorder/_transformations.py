@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jax_backend.recorder._jitted import Jitted
 from jax_backend.recorder._module_calls import module_call
-from jax_backend.recorder._session import Root, following
+from jax_backend.recorder._script_session import Root, following
 from jax_backend.recorder._taps import collecting, current, of_scan, pack, traced, unpacked
 
 _scan, _fori_loop, _shard_map, _pmap, _named_call = (

@@ -13,11 +13,11 @@ from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.program import COMPILED, PROGRAM
 from crossframe.trace import Event
-from jax_backend.recorder._arrays import ArrayPieces, Pieces
-from jax_backend.recorder._facts import environment_of
+from jax_backend.recorder._environment import environment_of
 from jax_backend.recorder._modules import Dims
 from jax_backend.recorder._observed_loss import Interior
-from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._params_as_arrays import ArrayPieces, Pieces
+from jax_backend.recorder._params_as_shards import ShardPieces
 from jax_backend.recorder._sketch import sketch_of
 from jax_backend.shards._local_grads import LocalGrads
 

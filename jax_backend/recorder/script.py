@@ -34,18 +34,18 @@ from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_
 from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
 from jax_backend.recorder._array_interior import may_be_batch
-from jax_backend.recorder._arrays import placed_like
-from jax_backend.recorder._environment import settings_of_script
 from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
+from jax_backend.recorder._late_variables import settings_of_script
 from jax_backend.recorder._manifest import program
 from jax_backend.recorder._model_calls import following_models
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
+from jax_backend.recorder._params_as_arrays import placed_like
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
+from jax_backend.recorder._script_session import Differentiated, JittedFunction, Root
 from jax_backend.recorder._script_steps import USE_RECORDER, Steps
-from jax_backend.recorder._session import Differentiated, JittedFunction, Root
 from jax_backend.recorder._taps import (
     BY_REFERENCE,
     FORWARD,

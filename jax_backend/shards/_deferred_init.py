@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 from crossframe.errors import UsageError
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axis_sizes
 from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._build import Options, build_tree
+from jax_backend.shards._build_tree import build_tree
+from jax_backend.shards._options import Options
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import leaves_by_path

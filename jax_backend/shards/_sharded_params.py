@@ -20,7 +20,8 @@ from crossframe.writeback import writeback_copies
 from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axis_sizes, num_ranks
 from jax_backend.mesh._rank_parts import part_of_rank
 from jax_backend.shards._bucket import Bucket
-from jax_backend.shards._build import Options, build_tree
+from jax_backend.shards._build_tree import build_tree
+from jax_backend.shards._options import Options
 from jax_backend.shards._param_tree import ParamTree
 
 

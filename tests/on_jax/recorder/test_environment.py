@@ -16,7 +16,7 @@ from crossframe.param_map import ParamMap, linear, norm
 from crossframe.recording import Recording
 from jax_backend.nnx import params_of
 from jax_backend.recorder import script
-from jax_backend.recorder._facts import environment_of
+from jax_backend.recorder._environment import environment_of
 from tests.on_jax.helpers.scripts import EAGER, EQUINOX, LINEN, NNX, NNX_OUTSIDE_OF_JIT, TWO_CALLS
 
 

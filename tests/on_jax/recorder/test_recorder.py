@@ -19,8 +19,8 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from jax_backend import Recorder
-from jax_backend.recorder._arrays import state_by_path
 from jax_backend.recorder._modules import Dims, module_paths
+from jax_backend.recorder._params_as_arrays import state_by_path
 from tests.on_jax.helpers.recorded_loops import mesh_of, placed, record
 from tests.on_jax.helpers.small import canonical, small_batch, small_loss, small_map, small_params, wide
 

@@ -20,7 +20,7 @@ from crossframe.verdict.measure.metrics import distance, norm
 from jax_backend import LossOutput, Recorder, apply_updates, make_mesh, scan, shard, sharded_optimizer, unshard
 from jax_backend.activations import tell
 from jax_backend.recorder._observed_loss import ObservedLoss
-from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._params_as_shards import ShardPieces
 from tests.on_jax.helpers import tensor_parallel
 from tests.on_jax.helpers.recorded_loops import STEPS, TOLD, record, sharded_small, train
 from tests.on_jax.helpers.small import (

@@ -12,8 +12,9 @@ from crossframe import MeshSpec
 from crossframe.errors import UsageError
 from jax_backend import init, make_mesh, shard
 from jax_backend.nnx import params_of
-from jax_backend.shards._build import Options, build_tree
+from jax_backend.shards._build_tree import build_tree
 from jax_backend.shards._deferred_init import program_of
+from jax_backend.shards._options import Options
 from tests.on_jax.helpers.small import SIZES, UNITS, small_map, small_params
 
 

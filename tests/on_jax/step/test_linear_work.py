@@ -10,7 +10,7 @@ from crossframe.param_map import identity_map
 from jax_backend import shard, sharded_optimizer
 from jax_backend.programs._late_gathers import _LateGathers
 from jax_backend.recorder._modules import module_paths
-from jax_backend.recorder._shards import ShardPieces
+from jax_backend.recorder._params_as_shards import ShardPieces
 from jax_backend.shards._sharded_params import mesh_of
 from jax_backend.state._optimizer_state import StateLeaves
 from tests.on_jax.helpers.small import mesh_of_size

@@ -1,4 +1,4 @@
-"""What the functions that replace those of JAX and optax know of the script that is being recorded."""
+"""The recording of a script as the functions that replace those of JAX and optax see it: a session, and its collector."""
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""Parameters as ShardedParams."""
+"""Cuts parameters in ShardedParams into the pieces of each rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +14,8 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks
 from jax_backend.mesh._rank_parts import check_in_one_process
 from jax_backend.optimizer._sharded_optimizer import true_shape
-from jax_backend.recorder._arrays import Pieces, slot_name, state_by_path
-from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._params_as_arrays import Pieces, slot_name, state_by_path
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams, mesh_of, shards_of

@@ -1,4 +1,4 @@
-"""How precisely an accelerator may compute a matrix product, by the dtypes of its factors and the `precision` of the equation.
+"""Bounds how an accelerator may round a matrix product, by the dtypes of its factors and the `precision` of the equation.
 
 The hardware may multiply in a coarser format than that of the factors. It rounds them, or splits each into components x1 + x2
 + ..., each the rounded remainder. With n components of unit roundoff u, at most u^n of a factor is lost. Algorithms also leave

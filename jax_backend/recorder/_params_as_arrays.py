@@ -1,4 +1,4 @@
-"""Parameters as a pytree of arrays, with their own shardings or none."""
+"""Cuts parameters in a pytree of arrays, sharded by the script or not, into the pieces of each rank."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.unit_assignment import enclosing_unit
-from jax_backend.recorder._grid import Grid
+from jax_backend.recorder._device_ranks import Grid
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
 from jax_backend.tree import dtype_name, leaves_by_path, path_name
 

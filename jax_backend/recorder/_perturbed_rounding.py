@@ -1,4 +1,4 @@
-"""Other rounding of a function, in a perturbed run of a script."""
+"""Makes a function of a script round otherwise in a perturbed run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_backend.other_rounding import other_rounding
-from jax_backend.recorder._session import root
+from jax_backend.recorder._script_session import root
 
 
 def rounded(fun: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""The ranks of devices, and each rank's part of arrays on them."""
+"""Assigns ranks to devices, and reads each rank's part of arrays on them."""
 
 import math
 from collections.abc import Iterable
