@@ -17,11 +17,11 @@ import pytest
 
 from tests.conftest import JAX_DEFAULTS
 
-FOLDER = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent
 SAMPLE = (
-    "step/test_jax_defaults.py",
-    "sharding/test_padding.py",
-    "sharding/test_gather.py::test_R26_a_division_is_a_division_in_every_dtype",
+    "test_jax_defaults.py",
+    "shards/test_padding_mask.py",
+    "engine/test_gather.py::test_R26_a_division_is_a_division_in_every_dtype",
 )
 ASIDE = ("XLA_FLAGS", "JAX_ENABLE_X64", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")
 
