@@ -22,7 +22,8 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from crossframe.state import state_key
-from tests.on_torch.helpers.beside_plain import (
+from tests.on_torch.helpers.models import Block, batch, build_net, loss_of
+from tests.on_torch.helpers.sharded_and_plain import (
     ADAMW,
     APIS,
     EVERY_WAY,
@@ -40,7 +41,6 @@ from tests.on_torch.helpers.beside_plain import (
     trained,
     trained_plain,
 )
-from tests.on_torch.helpers.models import Block, batch, build_net, loss_of
 from torch_backend import FullyShardedDataParallel as FSDP
 from torch_backend import fully_shard
 from torch_backend.sharded_grad_scaler import ShardedGradScaler

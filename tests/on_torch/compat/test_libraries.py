@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.on_torch.helpers.beside_plain import CLOSE, backward_of_both, differing, full, refusal, shard
 from tests.on_torch.helpers.models import Block, build_net, loss_of
+from tests.on_torch.helpers.sharded_and_plain import CLOSE, backward_of_both, differing, full, refusal, shard
 from torch_backend import FSDPModule, fully_shard, replace_torch_fsdp
 from torch_backend import FullyShardedDataParallel as FSDP
 

@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from crossframe.errors import LayoutError, UsageError
 from crossframe.state import state_key
-from tests.on_torch.helpers.beside_plain import (
+from tests.on_torch.helpers.models import batch, build_net, loss_of
+from tests.on_torch.helpers.sharded_and_plain import (
     ADAMW,
     APIS,
     EVERY_WAY,
@@ -31,7 +32,6 @@ from tests.on_torch.helpers.beside_plain import (
     trained,
     trained_plain,
 )
-from tests.on_torch.helpers.models import batch, build_net, loss_of
 
 
 class _Noisy(nn.Module):

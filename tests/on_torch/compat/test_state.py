@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.on_torch.helpers.beside_plain import (
+from tests.on_torch.helpers.models import build_net
+from tests.on_torch.helpers.sharded_and_plain import (
     ADAMW,
     APIS,
     CLOSE,
@@ -40,7 +41,6 @@ from tests.on_torch.helpers.beside_plain import (
     train_plain,
     whole,
 )
-from tests.on_torch.helpers.models import build_net
 from torch_backend import replace_torch_fsdp
 
 

@@ -19,12 +19,22 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers import tensor_parallel
-from tests.on_torch.helpers.beside_plain import APIS, CLOSE, F64, FSDP2, SGD, backward_of_both, differing, full, whole
-from tests.on_torch.helpers.beside_plain import shard as shard_for
 from tests.on_torch.helpers.layouts import LAYOUTS, mesh_of, shard
 from tests.on_torch.helpers.models import build_net, loss_of
 from tests.on_torch.helpers.piece_tensors import full_tensors, like, pieces_of
 from tests.on_torch.helpers.scripts import PACKAGES
+from tests.on_torch.helpers.sharded_and_plain import (
+    APIS,
+    CLOSE,
+    F64,
+    FSDP2,
+    SGD,
+    backward_of_both,
+    differing,
+    full,
+    whole,
+)
+from tests.on_torch.helpers.sharded_and_plain import shard as shard_for
 
 # Models under every API and layout
 

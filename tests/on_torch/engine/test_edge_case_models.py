@@ -28,9 +28,9 @@ from tests.on_torch.helpers.chains import (
     shard,
     square,
 )
+from tests.on_torch.helpers.failing_ranks import Boom
 from tests.on_torch.helpers.interfaces import APIS, local_tensor, our_fsdp2
 from tests.on_torch.helpers.models import build_net, loss_of
-from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import unit_of
 from torch_backend.observe import record_trace
 from torch_backend.shards import local_pieces, sharded_units

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import torch_backend
 from crossframe.errors import AgreementError, UsageError
 from crossframe.trace import ALL_GATHER, collectives
+from tests.on_torch.helpers.failing_ranks import Boom
 from tests.on_torch.helpers.interfaces import APIS, OPTIONS, local_tensor, our_fsdp1, our_fsdp2, torch_fsdp1
 from tests.on_torch.helpers.models import Block, Net, build_net, loss_of
-from tests.on_torch.helpers.raising import Boom
 from torch_backend.engine._unit import UNIT
 from torch_backend.observe import record_trace
 

@@ -10,12 +10,12 @@ import torch
 
 from crossframe.errors import UsageError
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers import histories
-from tests.on_torch.helpers.histories import Case, difference
-from tests.on_torch.helpers.trees import LEAVES, OUTPUTS, Grower, Node, Tree
+from tests.on_torch.helpers import paired_runs
+from tests.on_torch.helpers.paired_runs import Case, difference
+from tests.on_torch.helpers.random_trees import LEAVES, OUTPUTS, Grower, Node, Tree
+from tests.on_torch.programs.departures_fsdp1 import BUGS, DEPARTURES, MENDED
 from tests.on_torch.programs.differential import around_departures, check, failure_of, shrink
 from tests.on_torch.programs.differential_fsdp1 import HYBRIDS, STRATEGIES, WrapOptions, draw_case
-from tests.on_torch.programs.exceptions import BUGS, DEPARTURES, MENDED
 
 SEED = 1
 # Seeds by world size: a sample of the seeds of `python -m tests.on_torch.programs.differential`.
@@ -141,7 +141,7 @@ def test_R32_an_error_of_torchs_kind_and_words_is_the_same(monkeypatch):
     theirs, ours = [("raises", ValueError("scalars are not supported"))], [("raises", UsageError("'w' has no dims"))]
     assert difference(theirs, [("raises", UsageError("scalars are not supported"))], PLAIN) == ""
     assert difference(theirs, ours, PLAIN)
-    monkeypatch.setattr(histories, "MEANINGS", (("scalars are not", "has no dims"),))
+    monkeypatch.setattr(paired_runs, "MEANINGS", (("scalars are not", "has no dims"),))
     assert difference(theirs, ours, PLAIN) == ""
 
 

@@ -1,4 +1,4 @@
-"""The engine on real ranks beside the numpy reference, any operations in any order; see `machine.py`."""
+"""The engine on real ranks beside the numpy reference, any operations in any order; see `rule_machine.py`."""
 
 import os
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.programs.machine import EXPLAINED, Counts, Setup, drive
-from tests.on_torch.programs.machine_programs import BACKWARD, EVALUATE, TRAIN, Program, follow, forward
+from tests.on_torch.programs.rule_machine import EXPLAINED, Counts, Setup, drive
+from tests.on_torch.programs.rule_machine_programs import BACKWARD, EVALUATE, TRAIN, Program, follow, forward
 
 # Programs by world size, each of up to STEPS rules; more with pytest --exhaustive and by
-# `python -m tests.on_torch.programs.machine`.
+# `python -m tests.on_torch.programs.rule_machine`.
 EXAMPLES = {2: 15, 3: 4, 4: 4} if EXHAUSTIVE in os.environ else {2: 7, 3: 2, 4: 2}
 STEPS = 20
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.on_torch.fsdp1 import scripts
+from tests.on_torch.helpers.fsdp1_models import Side, nested, sgd, trained
 from tests.on_torch.helpers.scenarios import cases, load
 from tests.on_torch.helpers.scripts import PACKAGES, difference, grads, inputs, raised
-from tests.on_torch.helpers.wrapped import Side, nested, sgd, trained
 
 load(scripts)
 

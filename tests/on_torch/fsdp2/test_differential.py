@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 
 import torch_backend
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.histories import Case
-from tests.on_torch.helpers.trees import LEAVES, OUTPUTS, Node, Tree
+from tests.on_torch.helpers.paired_runs import Case
+from tests.on_torch.helpers.random_trees import LEAVES, OUTPUTS, Node, Tree
+from tests.on_torch.programs.departures_fsdp2 import BUGS, DEPARTURES, MENDED
 from tests.on_torch.programs.differential import SECONDS_SMALL, around_departures, check, failure_of, run
 from tests.on_torch.programs.differential_fsdp2 import ShardOptions, draw_case
-from tests.on_torch.programs.exceptions_fsdp2 import BUGS, DEPARTURES, MENDED
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_separate_reduce_scatter_group"),

@@ -25,7 +25,7 @@ import torch_backend
 from crossframe.errors import ReplacedError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import (
+from tests.on_torch.helpers.fsdp2_models import (
     Both,
     hybrid_mesh,
     linears,

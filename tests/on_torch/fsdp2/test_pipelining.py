@@ -4,7 +4,7 @@ import torch
 from torch.distributed import pipelining
 
 from crossframe.errors import UnsupportedError
-from tests.on_torch.helpers.fully_sharded import linears
+from tests.on_torch.helpers.fsdp2_models import linears
 from torch_backend import fully_shard
 from torch_backend.pipelining import PipelineStage
 

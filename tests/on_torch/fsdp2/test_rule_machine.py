@@ -1,16 +1,16 @@
-"""fully_shard on real ranks beside the numpy reference, any operations in any order; see `machine_fsdp2.py`."""
+"""fully_shard on real ranks beside the numpy reference, any operations in any order; see `rule_machine_fsdp2.py`."""
 
 import os
 
 import pytest
 
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.programs.machine import Counts, drive
-from tests.on_torch.programs.machine_fsdp2 import EXPLAINED, Setup, SideBySide
-from tests.on_torch.programs.machine_programs import EVALUATE, TRAIN, Program, follow, forward
+from tests.on_torch.programs.rule_machine import Counts, drive
+from tests.on_torch.programs.rule_machine_fsdp2 import EXPLAINED, Setup, SideBySide
+from tests.on_torch.programs.rule_machine_programs import EVALUATE, TRAIN, Program, follow, forward
 
 # Programs by world size, each of up to STEPS rules; more with pytest --exhaustive and by
-# `python -m tests.on_torch.programs.machine`.
+# `python -m tests.on_torch.programs.rule_machine`.
 EXAMPLES = {2: 7, 3: 3, 4: 3} if EXHAUSTIVE in os.environ else {2: 4, 3: 2, 4: 2}
 STEPS = 15
 

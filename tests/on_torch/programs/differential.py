@@ -18,20 +18,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from tests.on_torch.helpers.histories import Case, History, difference, shown
-from tests.on_torch.helpers.trees import smaller_trees
+from tests.on_torch.helpers.paired_runs import Case, History, difference, shown
+from tests.on_torch.helpers.random_trees import smaller_trees
 from tests.on_torch.programs import (
+    departures_fsdp1,
+    departures_fsdp2,
+    departures_state,
     differential_fsdp1,
     differential_fsdp2,
     differential_state,
-    exceptions,
-    exceptions_fsdp2,
-    exceptions_state,
 )
+from tests.on_torch.programs.departures_fsdp1 import Departure
 from tests.on_torch.programs.differential_fsdp1 import WrappedRun
 from tests.on_torch.programs.differential_fsdp2 import ShardedRun
 from tests.on_torch.programs.differential_state import StateRun
-from tests.on_torch.programs.exceptions import Departure
 from tests.ranks import Ranks, started_ranks
 
 SECONDS = 30
@@ -43,9 +43,14 @@ DRAWS = {
     "state": differential_state.draw_case,
 }
 EXCEPTED: dict[str, tuple[Departure, ...]] = {
-    "fsdp1": (*exceptions.BUGS, *exceptions.DEPARTURES),
-    "fsdp2": (*exceptions_fsdp2.BUGS, *exceptions_fsdp2.DEPARTURES),
-    "state": (*exceptions.BUGS, *exceptions.DEPARTURES, *exceptions_state.BUGS, *exceptions_state.DEPARTURES),
+    "fsdp1": (*departures_fsdp1.BUGS, *departures_fsdp1.DEPARTURES),
+    "fsdp2": (*departures_fsdp2.BUGS, *departures_fsdp2.DEPARTURES),
+    "state": (
+        *departures_fsdp1.BUGS,
+        *departures_fsdp1.DEPARTURES,
+        *departures_state.BUGS,
+        *departures_state.DEPARTURES,
+    ),
 }
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.on_torch.helpers import trees
-from tests.on_torch.helpers.histories import Case, Options, Run, drawn, dtype_named
-from tests.on_torch.helpers.trees import Grower, Part, Unit, written
+from tests.on_torch.helpers import random_trees
+from tests.on_torch.helpers.paired_runs import Case, Options, Run, drawn, dtype_named
+from tests.on_torch.helpers.random_trees import Grower, Part, Unit, written
 
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)
@@ -214,7 +214,9 @@ def _mixed(mixed: Mixed, api: ModuleType) -> Any:
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         values[name] = dtype_named(values[name])
     if mixed.ignores is not None:
-        values["_module_classes_to_ignore"] = tuple(getattr(trees, n, getattr(nn, n, None)) for n in mixed.ignores)
+        values["_module_classes_to_ignore"] = tuple(
+            getattr(random_trees, n, getattr(nn, n, None)) for n in mixed.ignores
+        )
     return api.MixedPrecision(**values)
 
 

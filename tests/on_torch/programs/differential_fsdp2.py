@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.on_torch.helpers.histories import STEPS, Case, Options, Run, drawn, dtype_named
-from tests.on_torch.helpers.trees import Grower, Part, Unit, written
+from tests.on_torch.helpers.paired_runs import STEPS, Case, Options, Run, drawn, dtype_named
+from tests.on_torch.helpers.random_trees import Grower, Part, Unit, written
 
 LOW = ("bfloat16", "float16")
 # Leaves whose backward reads none of their parameters.

@@ -20,8 +20,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as check
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from tests.on_torch.helpers.histories import Case, drawn, loss_of
-from tests.on_torch.helpers.trees import Grower, Part, build_tree
+from tests.on_torch.helpers.paired_runs import Case, drawn, loss_of
+from tests.on_torch.helpers.random_trees import Grower, Part, build_tree
 from tests.on_torch.programs.differential_fsdp1 import HYBRIDS, WrapOptions, WrappedRun, draw_options
 
 TYPES = ("FULL", "SHARDED", "LOCAL")

@@ -1,6 +1,6 @@
 """Ranks that disagree, ranks that die, and exceptions: every rank ends or goes on rightly, and says what happened.
 
-The long form of the trials in which ranks die is `python -m tests.on_torch.programs.failing`.
+The long form of the trials in which ranks die is `python -m tests.on_torch.programs.dying_ranks`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -17,8 +17,7 @@ from torch import nn
 
 import torch_backend
 from crossframe.errors import AgreementError, CollectiveError, CrossframeError
-from tests.on_torch.helpers.models import Block, batch, loss_of
-from tests.on_torch.helpers.raising import (
+from tests.on_torch.helpers.failing_ranks import (
     Boom,
     Raises,
     changed_net,
@@ -28,7 +27,8 @@ from tests.on_torch.helpers.raising import (
     state_of,
     train_step,
 )
-from tests.on_torch.programs.failing import Bomb, Trial, run_trial
+from tests.on_torch.helpers.models import Block, batch, loss_of
+from tests.on_torch.programs.dying_ranks import Bomb, Trial, run_trial
 from tests.ranks import started_ranks
 from torch_backend.observe import observe
 from torch_backend.ranks import _consensus as rounds

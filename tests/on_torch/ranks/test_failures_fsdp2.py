@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torch_backend
-from tests.on_torch.helpers.models import batch, loss_of
-from tests.on_torch.helpers.raising import (
+from tests.on_torch.helpers.failing_ranks import (
     Boom,
     Raises,
     changed_net,
@@ -22,7 +21,8 @@ from tests.on_torch.helpers.raising import (
     state_of,
     train_step,
 )
-from tests.on_torch.programs.failing import Bomb, Trial, run_trial
+from tests.on_torch.helpers.models import batch, loss_of
+from tests.on_torch.programs.dying_ranks import Bomb, Trial, run_trial
 from torch_backend.observe import observe
 
 LOW = torch_backend.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

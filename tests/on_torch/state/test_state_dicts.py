@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from crossframe.errors import AgreementError, CrossframeError, StateDictError
 from crossframe.trace import ALL_GATHER
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.histories import Case
+from tests.on_torch.helpers.paired_runs import Case
+from tests.on_torch.programs.departures_state import BUGS, DEPARTURES, MENDED
 from tests.on_torch.programs.differential import around_departures, check, failure_of
 from tests.on_torch.programs.differential_state import OPTIMIZERS, TYPES, StateOptions, described, draw_case
-from tests.on_torch.programs.exceptions_state import BUGS, DEPARTURES, MENDED
 from torch_backend.observe import record_trace
 
 SEED = 3

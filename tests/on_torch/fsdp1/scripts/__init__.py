@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.on_torch.helpers.fsdp1_models import Side
 from tests.on_torch.helpers.scenarios import EVERY, Scenario
-from tests.on_torch.helpers.wrapped import Side
 
 VARIANTS = ("orig", "flat")
 SCENARIOS: dict[str, Scenario] = {}

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_torch.fsdp1.scripts import scenario
-from tests.on_torch.helpers.wrapped import sgd, trained
+from tests.on_torch.helpers.fsdp1_models import sgd, trained
 
 
 @scenario("flat")

@@ -3,9 +3,9 @@
 import torch
 
 from tests.on_torch.fsdp1.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import hybrid_mesh
+from tests.on_torch.helpers.fsdp1_models import nested
+from tests.on_torch.helpers.fsdp2_models import hybrid_mesh
 from tests.on_torch.helpers.scripts import grads, inputs, raised, warned
-from tests.on_torch.helpers.wrapped import nested
 
 
 @scenario()

@@ -1,8 +1,8 @@
 """Collectives that a script replaces."""
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.fsdp1_models import nested
 from tests.on_torch.helpers.scripts import counting_collectives, inputs
-from tests.on_torch.helpers.wrapped import nested
 
 
 @scenario("flat")

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.on_torch.fsdp1.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.fsdp1_models import Nested, OneRankGroup, nested, sgd, trained
 from tests.on_torch.helpers.scripts import grads, inputs, raised, warned
-from tests.on_torch.helpers.wrapped import Nested, OneRankGroup, nested, sgd, trained
 
 
 @scenario()

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.fsdp1_models import nested, trained, world
 from tests.on_torch.helpers.scripts import inputs, raised
-from tests.on_torch.helpers.wrapped import nested, trained, world
 
 
 @scenario("orig")

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.on_torch.fsdp1.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.fsdp1_models import nested, trained, world
 from tests.on_torch.helpers.scripts import inputs, raised
-from tests.on_torch.helpers.wrapped import nested, trained, world
 
 
 @scenario("flat")

@@ -7,8 +7,8 @@ from torch import nn
 
 from tests.on_torch.fsdp1.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.fsdp1_models import nested, trained
 from tests.on_torch.helpers.scripts import raised
-from tests.on_torch.helpers.wrapped import nested, trained
 
 
 @scenario()

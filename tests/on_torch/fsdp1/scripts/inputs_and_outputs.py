@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.fsdp1_models import nested, trained
 from tests.on_torch.helpers.scripts import grads, inputs
-from tests.on_torch.helpers.wrapped import nested, trained
 
 
 class _Point(NamedTuple):

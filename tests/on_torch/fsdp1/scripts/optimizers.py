@@ -7,8 +7,8 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 
 from tests.on_torch.fsdp1.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.fsdp1_models import OneRankGroup, nested
 from tests.on_torch.helpers.scripts import grads, inputs, raised
-from tests.on_torch.helpers.wrapped import OneRankGroup, nested
 
 
 @scenario("orig")

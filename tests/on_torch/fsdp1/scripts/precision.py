@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.on_torch.fsdp1.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.fsdp1_models import Side, nested, sgd, trained
 from tests.on_torch.helpers.scripts import grads, inputs
-from tests.on_torch.helpers.wrapped import Side, nested, sgd, trained
 
 
 @scenario("orig")

@@ -3,8 +3,8 @@
 import torch
 
 from tests.on_torch.fsdp1.scripts import scenario
+from tests.on_torch.helpers.fsdp1_models import nested, trained
 from tests.on_torch.helpers.scripts import grads, inputs, raised
-from tests.on_torch.helpers.wrapped import nested, trained
 
 
 @scenario("flat")

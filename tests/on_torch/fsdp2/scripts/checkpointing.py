@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import trained
+from tests.on_torch.helpers.fsdp2_models import trained
 from tests.on_torch.helpers.models import build_net
 from tests.on_torch.helpers.scenarios import EVERY
 from tests.on_torch.helpers.scripts import Side

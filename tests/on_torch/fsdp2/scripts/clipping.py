@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import parallel, sharded_net, values
+from tests.on_torch.helpers.fsdp2_models import parallel, sharded_net, values
 from tests.on_torch.helpers.models import build_net, loss_of
 
 

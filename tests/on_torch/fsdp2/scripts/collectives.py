@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import linears, sharded_net, trained, trained_linears
+from tests.on_torch.helpers.fsdp2_models import linears, sharded_net, trained, trained_linears
 from tests.on_torch.helpers.models import build_net, loss_of
 from tests.on_torch.helpers.scripts import Side, counting_collectives, raised
 

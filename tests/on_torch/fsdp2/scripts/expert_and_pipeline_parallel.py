@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import linears, look, mesh_of, trained_linears, values
+from tests.on_torch.helpers.fsdp2_models import linears, look, mesh_of, trained_linears, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import Side, counting_collectives
 from torch_backend import pipelining as ours

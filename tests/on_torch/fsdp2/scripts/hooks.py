@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import hybrid_mesh, linears, sharded_net, trained
+from tests.on_torch.helpers.fsdp2_models import hybrid_mesh, linears, sharded_net, trained
 from tests.on_torch.helpers.scripts import inputs
 
 

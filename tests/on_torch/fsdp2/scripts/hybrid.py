@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import (
+from tests.on_torch.helpers.fsdp2_models import (
     hybrid_mesh,
     linears,
     look,

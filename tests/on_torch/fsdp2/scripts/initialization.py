@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import linears, look, sharded_net, trained, trained_linears
+from tests.on_torch.helpers.fsdp2_models import linears, look, sharded_net, trained, trained_linears
 from tests.on_torch.helpers.models import Net, build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import Side, inputs, raised
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import linears, look, trained, trained_linears, values
+from tests.on_torch.helpers.fsdp2_models import linears, look, trained, trained_linears, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import grads, inputs, raised
 

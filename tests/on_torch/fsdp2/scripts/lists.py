@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import linears, look, trained, trained_linears
+from tests.on_torch.helpers.fsdp2_models import linears, look, trained, trained_linears
 from tests.on_torch.helpers.models import build_net, seed_cpu
 from tests.on_torch.helpers.scripts import Side, grads, inputs
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import look, mesh_of, sharded_net, trained, values
+from tests.on_torch.helpers.fsdp2_models import look, mesh_of, sharded_net, trained, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import Side
 

@@ -1,7 +1,7 @@
 """Offload to the CPU."""
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import look, sharded_net, trained
+from tests.on_torch.helpers.fsdp2_models import look, sharded_net, trained
 from tests.on_torch.helpers.models import loss_of
 from tests.on_torch.helpers.scripts import grads
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.on_torch.fsdp2.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import linears, sharded_net, trained, values
+from tests.on_torch.helpers.fsdp2_models import linears, sharded_net, trained, values
 from tests.on_torch.helpers.models import loss_of
 from tests.on_torch.helpers.scenarios import EVERY
 from tests.on_torch.helpers.scripts import Side, inputs

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import linears, look, trained, trained_linears
+from tests.on_torch.helpers.fsdp2_models import linears, look, trained, trained_linears
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import inputs
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
-from tests.on_torch.helpers.fully_sharded import linears, look, trained_linears
+from tests.on_torch.helpers.fsdp2_models import linears, look, trained_linears
 from tests.on_torch.helpers.scripts import Side
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as checkpoint_state
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import sharded_net, trained, values
+from tests.on_torch.helpers.fsdp2_models import sharded_net, trained, values
 from tests.on_torch.helpers.models import Net, build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import grads, raised
 

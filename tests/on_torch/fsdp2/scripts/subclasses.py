@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import Both, asked, given, linears, look
+from tests.on_torch.helpers.fsdp2_models import Both, asked, given, linears, look
 from tests.on_torch.helpers.scripts import Side, grads, inputs
 
 

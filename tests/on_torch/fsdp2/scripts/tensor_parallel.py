@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.on_torch.fsdp2.scripts import scenario
 from tests.on_torch.helpers.device import DEVICE
-from tests.on_torch.helpers.fully_sharded import linears, look, mesh_of, parallel, values
+from tests.on_torch.helpers.fsdp2_models import linears, look, mesh_of, parallel, values
 from tests.on_torch.helpers.scenarios import EVERY
 from tests.on_torch.helpers.scripts import Side, inputs
 

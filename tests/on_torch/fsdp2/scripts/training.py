@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp2.scripts import scenario
-from tests.on_torch.helpers.fully_sharded import linears, look, sharded_net, trained, trained_linears, values
+from tests.on_torch.helpers.fsdp2_models import linears, look, sharded_net, trained, trained_linears, values
 from tests.on_torch.helpers.models import build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import Side, grads, inputs, raised
 

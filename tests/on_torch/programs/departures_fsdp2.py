@@ -1,13 +1,13 @@
-"""Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP2, as `exceptions` has it for FSDP1."""
+"""Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP2, as `departures_fsdp1` has it for FSDP1."""
 
 import functools
 from dataclasses import replace
 from typing import Any
 
-from tests.on_torch.helpers.histories import Case
-from tests.on_torch.helpers.trees import Node, Tree, build
+from tests.on_torch.helpers.paired_runs import Case
+from tests.on_torch.helpers.random_trees import Node, Tree, build
+from tests.on_torch.programs.departures_fsdp1 import Departure, with_nodes, with_options
 from tests.on_torch.programs.differential_fsdp2 import Precision, ShardOptions
-from tests.on_torch.programs.exceptions import Departure, with_nodes, with_options
 
 
 def _one(leaf: Node, **options: Any) -> Case:

@@ -1,8 +1,8 @@
-"""FSDP2's half of the rule machine (R08, R12, R13, R15, R17, R25, R28, R29): see machine.py, whose model, forwards and comparison
-it has. What a user may do is another: there are no summons, full parameters are shown between `unshard` and `reshard`, and behind
-a forward that does not reshard.
+"""FSDP2's half of the rule machine (R08, R12, R13, R15, R17, R25, R28, R29): see rule_machine.py, whose model, forwards and
+comparison it has. What a user may do is another: there are no summons, full parameters are shown between `unshard` and `reshard`,
+and after a forward that does not reshard.
 
-`python -m tests.on_torch.programs.machine --api fsdp2 --examples 300 --seed 1` runs many long programs.
+`python -m tests.on_torch.programs.rule_machine --api fsdp2 --examples 300 --seed 1` runs many long programs.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.reduction import reduction_steps
 from crossframe.reference import World
 from crossframe.reference.live import LiveUnit
-from tests.on_torch.programs.machine import (
+from tests.on_torch.programs.rule_machine import (
     BY,
     LR,
     NAMES,
@@ -49,7 +49,7 @@ from tests.on_torch.programs.machine import (
     written,
 )
 
-# Where the engine is not as this reference, which knows what each forward may count on; see EXPLAINED in machine.py.
+# Where the engine is not as this reference, which knows what each forward may count on; see EXPLAINED in rule_machine.py.
 EXPLAINED = {
     "learns late": "R17: of an exception in backward the engine hears nothing; the next forward, move or reset_iter_state brings "
     "all units back. Until then modules may show full parameters.",

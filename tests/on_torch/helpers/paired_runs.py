@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.on_torch.helpers.trees import NUM_TOKENS, ROWS, Node, Tree, build_tree, written
+from tests.on_torch.helpers.random_trees import NUM_TOKENS, ROWS, Node, Tree, build_tree, written
 
 STEPS = 3
 TOO_LARGE = 2.0**20

@@ -1,15 +1,15 @@
 """Where state dicts of `torch_backend` and of `torch.distributed.fsdp` do not do the same: one operation each, with the smallest
-case of it, as in `exceptions`.
+case of it, as in `departures_fsdp1`.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from tests.on_torch.helpers.histories import Case
-from tests.on_torch.helpers.trees import Node, Tree
+from tests.on_torch.helpers.paired_runs import Case
+from tests.on_torch.helpers.random_trees import Node, Tree
+from tests.on_torch.programs.departures_fsdp1 import Departure, with_mixed, with_nodes, with_options
 from tests.on_torch.programs.differential_fsdp1 import HYBRIDS, Mixed
 from tests.on_torch.programs.differential_state import StateOptions
-from tests.on_torch.programs.exceptions import Departure, with_mixed, with_nodes, with_options
 
 
 def _one(leaf: Node, world_size: int = 2, **options: Any) -> Case:

@@ -8,8 +8,8 @@ at a time.
 The model is made so that both sides can compute it exactly: what a gradient is does not depend on the parameters (those are
 looked at instead, wherever a unit computes), it is made of small integers, and the optimizer's factors are powers of two.
 
-`python -m tests.on_torch.programs.machine --examples 500 --seed 1` runs many long programs; one that fails is made smaller and
-printed.
+`python -m tests.on_torch.programs.rule_machine --examples 500 --seed 1` runs many long programs; one that fails is made smaller
+and printed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from crossframe.reference import SGD, World
 from crossframe.reference.live import LiveUnit
 from crossframe.strategy import Strategy
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest
-from tests.on_torch.helpers.trees import written
+from tests.on_torch.helpers.random_trees import written
 from tests.ranks import Ranks, started_ranks
 
 SECONDS = 20
@@ -1397,7 +1397,7 @@ def drive(
 def main() -> int:
     """Run many programs at every world size; print what was gone through, and what failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.on_torch.programs.machine", description=inspect.getdoc(sys.modules[__name__])
+        prog="python -m tests.on_torch.programs.rule_machine", description=inspect.getdoc(sys.modules[__name__])
     )
     parser.add_argument("--api", choices=("fsdp1", "fsdp2"), default="fsdp1")
     parser.add_argument("--examples", type=int, default=100, help="programs, shared out over the world sizes")
@@ -1405,7 +1405,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes, one after the other")
     given = parser.parse_args()
-    rules = importlib.import_module(f"tests.on_torch.programs.machine{'_fsdp2' * (given.api == 'fsdp2')}").SideBySide
+    rules = importlib.import_module(
+        f"tests.on_torch.programs.rule_machine{'_fsdp2' * (given.api == 'fsdp2')}"
+    ).SideBySide
     counts, failed, start = Counts(), 0, time.monotonic()
     for world_size in given.ranks:
         with started_ranks() as ranks:

@@ -1,6 +1,6 @@
 """Trials in which one rank dies, wherever and however, and the others must end, and say why.
 
-`python -m tests.on_torch.programs.failing` runs them. Each trial is a world of fresh processes; what happens
+`python -m tests.on_torch.programs.dying_ranks` runs them. Each trial is a world of fresh processes; what happens
 in it follows from the seed and the trial's number alone, but for the times at which processes run.
 """
 
@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_backend
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Event
+from tests.on_torch.helpers.failing_ranks import Boom
 from tests.on_torch.helpers.models import Net, build_net, loss_of
-from tests.on_torch.helpers.raising import Boom
 from tests.ranks import start_process
 from torch_backend.observe import Observer, observe
 

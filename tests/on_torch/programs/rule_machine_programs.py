@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.on_torch.programs.machine import Counts, Job, Pair
+from tests.on_torch.programs.rule_machine import Counts, Job, Pair
 
 Program = list[tuple[str, dict[str, Any]]]
 

@@ -1,5 +1,5 @@
 """Where `torch_backend` and `torch.distributed.fsdp` do not do the same under FSDP1: one operation each, with the smallest case
-of it. Those under FSDP2 stand in `exceptions_fsdp2`.
+of it. Those under FSDP2 stand in `departures_fsdp2`.
 
 Every random case is led around these: `avoid` takes the operation out of it, and what is left must be the same. Nothing
 else is excepted. A departure whose fault lies here is in BUGS, each with a test that is expected to fail until it is
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.on_torch.helpers.histories import Case
-from tests.on_torch.helpers.trees import Node, Tree
+from tests.on_torch.helpers.paired_runs import Case
+from tests.on_torch.helpers.random_trees import Node, Tree
 from tests.on_torch.programs.differential_fsdp1 import Mixed, WrapOptions
 
 
