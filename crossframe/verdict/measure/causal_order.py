@@ -53,7 +53,7 @@ from crossframe.verdict.measure.values import (
 
 _NEAR, _NEAR_IF_COARSE = 1e-4, 0.05
 """The relative distance up to which values are those of an elementwise activation: that of the bound, but at least that at which
-modules are matched, and at most 0.05. Nothing is judged by it."""
+modules are matched, and at most 0.05."""
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 
 Group = list[Quantity]
@@ -74,8 +74,9 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
             yield from _unsharded(pair, step)
         if FORWARD in phases:
             whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
-            yield from (_activations if whole else _aligned_activations)(pair, step)
-            yield _losses(pair, step)
+            losses = _losses(pair, step)
+            yield from _of_one_kind(pair, (_activations if whole else _aligned_activations)(pair, step), losses)
+            yield losses
         if recorded and BACKWARD in phases and pair.same_world:
             yield from _local_grads(pair, step)
         if recorded and REDUCE in phases:
@@ -236,7 +237,7 @@ def _gathered(recording: Recording, step: int, run: ElementRange, name: str) -> 
     return match_values(held, rank_values(recording, UNSHARDED, step, rank, name), by_sketch=False)
 
 
-def _activations(pair: Pair, step: int) -> Iterator[Group]:
+def _activations(pair: Pair, step: int) -> Iterator[tuple[At, Group]]:
     """Activations of all ranks; those whose shapes differ are noted in the pair instead."""
     rows = RoutedRows(pair, step)
     for at in shared_activations(pair.a, pair.b, step):
@@ -255,22 +256,47 @@ def _activations(pair: Pair, step: int) -> Iterator[Group]:
             matched = rows.in_one_order(at, rank, match_values(*sides, by_sketch=pair.sketched))
             group.append(_activation(pair, step, at, rank, matched))
         else:
-            if not _is_across_activation(pair, at, group):
-                yield group
+            yield at, group
 
 
-def _is_across_activation(pair: Pair, at: At, group: Group) -> bool:
-    """Whether an activation of one implementation is that of the other one after an elementwise activation, on all ranks: then
-    these are two things, and what follows tells whether the implementations differ. Noted in the pair."""
+def _of_one_kind(pair: Pair, groups: Iterable[tuple[At, Group]], losses: Group) -> Iterator[Group]:
+    """Leave out what is before an elementwise activation on one side and after it on the other, if the next quantity agrees.
+
+    A norm that applies its activation itself is another module than a norm before an activation, and what uses either agrees. If
+    it does not, one side lacks the activation, and this is where they differ.
+    """
+    near = max(_NEAR, min(pair.bounds.parameter, _NEAR_IF_COARSE))
+    held: list[tuple[At, Group, str]] = []
+    for at, group in groups:
+        if why := _across_activation(pair, group, near):
+            held.append((at, group, why))
+            continue
+        yield from _settled(pair, held, group, near)
+        held = []
+        yield group
+    yield from _settled(pair, held, losses, near)
+
+
+def _settled(pair: Pair, held: Sequence[tuple[At, Group, str]], following: Group, near: float) -> Iterator[Group]:
+    """Yield the groups held back, or note in the pair that they are not compared, as the quantity that follows tells."""
+    agree = bool(held) and all(judge(quantity).difference <= near for quantity in following)
+    for at, group, why in held:
+        if agree:
+            pair.unmatched[at[1:]] = why
+        else:
+            yield group
+
+
+def _across_activation(pair: Pair, group: Group, near: float) -> str | None:
+    """Which implementation has a value before an elementwise activation and which one after it, on all ranks; None if neither."""
     if not pair.two_programs or any(each.sketched or each.a.shape != each.b.shape for each in group):
-        return False
-    near, names = max(_NEAR, min(pair.bounds.parameter, _NEAR_IF_COARSE)), labels(pair.a, pair.b)
+        return None
+    names = labels(pair.a, pair.b)
     for i in (0, 1):
         found = {activation_between(*((each.a, each.b), (each.b, each.a))[i], near) for each in group}
         if len(found) == 1 and (name := found.pop()) is not None:
-            pair.unmatched[at[1:]] = f"those of {names[i]} are before {name}, and those of {names[1 - i]} after it"
-            return True
-    return False
+            return f"those of {names[i]} are before {name}, and those of {names[1 - i]} after it"
+    return None
 
 
 def _reordered(shapes: list[tuple[int, ...]]) -> str:
@@ -283,7 +309,7 @@ def _reordered(shapes: list[tuple[int, ...]]) -> str:
     )
 
 
-def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
+def _aligned_activations(pair: Pair, step: int) -> Iterator[tuple[At, Group]]:
     found: dict[At, Group] = {}
     for at, _, a, b in aligned(pair.a, pair.b, step):
         sides = match_values(Side(a), Side(b), by_sketch=pair.sketched)
@@ -293,7 +319,7 @@ def _aligned_activations(pair: Pair, step: int) -> Iterator[Group]:
         known = at[1:] not in theirs or at[1:] in matched or at[1:] in pair.unmatched
         if not known and (why := unmatched(pair.a, pair.b, step, at)):
             pair.unmatched[at[1:]] = why
-    yield from (group for at, group in found.items() if not _is_across_activation(pair, at, group))
+    yield from found.items()
 
 
 def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -> Quantity:

@@ -556,9 +556,14 @@ def test_outputs_before_and_after_an_activation_are_two_things(tmp_path, framewo
                 found.verdict is Verdict.EQUAL
                 and "those of torch are before ReLU, and those of jax after it" in str(found.notes)
             )
-    later = synthetic.record(
-        tmp_path / "c",
-        synthetic.manifest(framework=framework),
-        tamper=synthetic.both(only("output", "block", change), only("output", "", lambda array: 1.01 * array)),
+
+
+def test_an_activation_is_missing_if_what_follows_differs(tmp_path):
+    a = synthetic.record(tmp_path / "a", tamper=only("output", "block", relu))
+    without = synthetic.record(
+        tmp_path / "b",
+        synthetic.manifest(framework="jax"),
+        tamper=only("output", "", lambda array: 1.01 * array),
     )
-    assert compare(a, later).verdict is Verdict.BUG
+    found = compare(a, without)
+    assert found.verdict is Verdict.BUG and found.first_divergence.module == "block", found.reason
