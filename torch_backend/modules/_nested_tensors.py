@@ -1,13 +1,15 @@
 """Finds, moves and casts the tensors in nested inputs and outputs of modules (R35)."""
 
+import copy
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import SUPPORTED_NODES
 
 from crossframe.errors import UsageError
 
@@ -28,7 +30,7 @@ def moved(inputs: Any, device: torch.device) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested inputs or outputs: dicts, sequences, sets and dataclasses."""
+    """All tensors in nested inputs or outputs: dicts, sequences, sets, dataclasses, and classes that torch's pytree knows."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -40,20 +42,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+    elif type(value) in SUPPORTED_NODES:
+        for item in SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
+            yield from tensors_in(item)
 
 
 def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `fn` to all tensors in a nested value, keeping container types and other objects."""
+    """Apply `fn` to all tensors in a nested value, keeping container types and other objects.
+
+    Containers are rebuilt only if an item changed, because not every container can be built from its items.
+    """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, PackedSequence):
-        return value._replace(data=fn(value.data))
+    if isinstance(value, PackedSequence):  # the indices move with the data, batch_sizes stays on the CPU
+        indices = {name: getattr(value, name) for name in ("sorted_indices", "unsorted_indices")}
+        moved = {name: item if item is None else fn(item) for name, item in indices.items()}
+        return value._replace(data=fn(value.data), **moved)
+    # Before dicts: a dataclass may be one too, as the outputs of Hugging Face's models are.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(fn, value)
     if isinstance(value, Mapping):
-        changed = {key: _map_tensors(fn, item) for key, item in value.items()}
-        # Rebuilt only if an item changed, because not every container can be built from its items.
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        return OrderedDict(changed) if isinstance(value, OrderedDict) else changed
+        changed = {key: new for key, item in value.items() if (new := _map_tensors(fn, item)) is not item}
+        return _with_items(value, changed) if changed else value
     if isinstance(value, list | tuple | set | frozenset):
         items = [_map_tensors(fn, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -65,8 +75,29 @@ def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
                 f"an input has tensors in a {type(value).__name__}, which cannot be rebuilt to cast or move them; pass "
                 "them in a tuple, list or dict, or already in the compute dtype and on the compute device"
             ) from error
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        came = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        fields = {name: new for name, item in came.items() if (new := _map_tensors(fn, item)) is not item}
-        return dataclasses.replace(value, **fields) if fields else value
     return value
+
+
+def _with_items(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
+    """A copy of a mapping with some items replaced, of its class if such a copy can be made and changed, else a dict."""
+    if type(value) is not dict:
+        with suppress(TypeError):
+            made: Any = copy.copy(value)
+            for key, item in changed.items():
+                made[key] = item
+            return made
+    return {**value, **changed}
+
+
+def _map_fields(fn: Callable[[Any], Any], value: Any) -> Any:
+    came = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    changed = {name: new for name, item in came.items() if (new := _map_tensors(fn, item)) is not item}
+    if not changed:
+        return value
+    try:
+        return dataclasses.replace(value, **changed)
+    except ValueError:  # an InitVar, whose value is gone
+        made = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(made, name, item)
+        return made

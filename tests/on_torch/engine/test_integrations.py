@@ -6,6 +6,7 @@ inputs that last, inputs in containers of any kind, torch's own enums."""
 import collections
 import copy
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from crossframe.errors import LayoutError, UsageError
 from tests.on_torch.helpers.chains import MODES, Chain, Part, shard
 from tests.on_torch.helpers.interfaces import local_tensor
 from torch_backend.engine._unit import unit_of
-from torch_backend.modules._nested_tensors import cast_floating
+from torch_backend.modules._nested_tensors import cast_floating, moved
 
 FSDP = torch_backend.FullyShardedDataParallel
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -404,6 +405,38 @@ def test_R35_containers_that_cannot_be_built_from_their_items():
     assert all(value.dtype == torch.bfloat16 for value in cast_floating(_default_dict(), torch.bfloat16).values())
     with pytest.raises(UsageError, match="cannot be rebuilt"):
         cast_floating(_pair_of_floats(), torch.bfloat16)
+
+
+@dataclasses.dataclass
+class _Scaled:
+    x: Any
+    factor: dataclasses.InitVar[int]
+
+
+def test_R35_containers_keep_their_class():
+    """Attributes of a Hugging Face output are those of its items."""
+    from transformers import BatchFeature
+    from transformers.modeling_outputs import CausalLMOutput
+
+    floats = torch.ones(2)
+    output = cast_floating(CausalLMOutput(loss=floats.sum(), logits=floats), torch.bfloat16)
+    assert isinstance(output, CausalLMOutput) and output["loss"] is output.loss
+    assert output.loss.dtype == output.logits.dtype == torch.bfloat16
+    batch = cast_floating(BatchFeature({"x": floats, "n": torch.arange(2)}), torch.bfloat16)
+    assert isinstance(batch, BatchFeature) and batch.x.dtype == torch.bfloat16 and batch.n.dtype == torch.int64
+    factors = cast_floating(collections.defaultdict(list, x=floats), torch.bfloat16)
+    assert factors["x"].dtype == torch.bfloat16 and factors["others"] == []
+    scaled = cast_floating(_Scaled(floats, factor=2), torch.bfloat16)
+    assert isinstance(scaled, _Scaled) and scaled.x.dtype == torch.bfloat16
+    assert cast_floating(types.MappingProxyType({"x": floats}), torch.bfloat16)["x"].dtype == torch.bfloat16
+    assert floats.dtype == torch.float32
+
+
+def test_R35_indices_of_packed_sequences_move_with_them():
+    packed = pack_sequence([torch.ones(1, 3), torch.ones(2, 3)], enforce_sorted=False)
+    result = moved(packed, torch.device("meta"))
+    assert result.data.is_meta and result.sorted_indices.is_meta and result.unsorted_indices.is_meta
+    assert result.batch_sizes.device.type == "cpu"
 
 
 def _torchs_own_names(rank, world_size):

@@ -1,15 +1,35 @@
 """Arguments, outputs in containers, other forward methods, and gradients of inputs."""
 
+import collections
 import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from tests.on_torch.fsdp2.scripts import refusal, scenario
 from tests.on_torch.helpers.fsdp2_models import linears, look, trained, trained_linears, values
 from tests.on_torch.helpers.models import seed_cpu
 from tests.on_torch.helpers.scripts import grads, inputs, raised
+
+
+class Flattened:
+    """A tensor, in a class that is registered with torch's pytree."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+register_pytree_node(Flattened, lambda given: ([given.hidden], None), lambda items, _: Flattened(*items))
+
+
+class Opened(nn.Module):
+    """Takes the tensor out."""
+
+    def forward(self, given):
+        """Of `Flattened`, beside something else."""
+        return given[0].hidden
 
 
 @scenario()
@@ -156,6 +176,56 @@ def outputs_in_containers(side):
         loss.backward()
         results.append(grads(model))
     return results
+
+
+@scenario()
+def outputs_of_classes_that_torch_flattens(side):
+    """A class registered with torch's pytree, and one that torch registers."""
+
+    class Body(nn.Module):
+        """Returns tensors in such containers."""
+
+        def __init__(self):
+            super().__init__()
+            seed_cpu(8)
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Flattened(self.linear(x)), collections.deque([x])
+
+    model = nn.Sequential(side.fully_shard(Body()), Opened(), side.fully_shard(nn.Linear(4, 2)))
+    return trained_linears(side, side.fully_shard(model))
+
+
+@scenario()
+def outputs_of_a_subclass_of_dict(side):
+    """It keeps its class where outputs are cast."""
+
+    @dataclasses.dataclass
+    class Output(collections.OrderedDict):
+        """As those of Hugging Face's models."""
+
+        hidden: Tensor
+
+        def __post_init__(self):
+            self["hidden"] = self.hidden
+
+    class Body(nn.Module):
+        """Returns one."""
+
+        def __init__(self):
+            super().__init__()
+            seed_cpu(8)
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Output(self.linear(x))
+
+    policy = side.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = side.fully_shard(Body(), mp_policy=policy)
+    output = model(inputs(side))
+    output.hidden.sum().backward()
+    return [type(output).__name__, output.hidden.detach(), output["hidden"].detach(), grads(model)]
 
 
 @scenario()
