@@ -67,6 +67,10 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
             f"from step {step} on, samples are in a different order, in other microbatches, or with further arrays or other "
             "numbers"
         )
+    if objection is None and any(step <= first.step for step in pair.routed.values()):
+        objection = (
+            f"the rows of {next(iter(pair.routed))!r} come in another order, so sums over them round in another way"
+        )
     if objection is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
         objection = "gradients were recorded after clipping in one of them and before it in the other"
     if (

@@ -40,7 +40,7 @@ from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.routed_rows import RoutedRows
+from crossframe.verdict.measure.routed_rows import MOST_ROWS, RoutedRows
 from crossframe.verdict.measure.squares import holds_squares
 from crossframe.verdict.measure.values import (
     Side,
@@ -254,6 +254,9 @@ def _activations(pair: Pair, step: int) -> Iterator[tuple[At, Group]]:
                 break
             sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
             matched = rows.in_one_order(at, rank, match_values(*sides, by_sketch=pair.sketched))
+            if matched is None:
+                pair.unmatched[at[1:]] = f"it has more than {MOST_ROWS} rows, in different orders"
+                break
             group.append(_activation(pair, step, at, rank, matched))
         else:
             yield at, group

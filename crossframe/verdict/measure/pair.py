@@ -40,7 +40,7 @@ class Pair:
         measured: the sides whose perturbed runs measure rounding: the coarser one, or the finer one if only products differ.
         noise: parameters whose gradient is noise according to the perturbed runs (`crossframe.verdict.perturbed_runs.limits`).
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
-        routed: modules, such as experts, whose rows are compared in another order than that of one side.
+        routed: modules, such as experts, whose rows come in different orders, with the first step at which they do.
         unmatched: by (module, use), why an activation that both recorded is not compared, as a clause: it could not be matched by
             sample, or one side has it before and the other one after an elementwise activation.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
@@ -67,7 +67,7 @@ class Pair:
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()
         self.of_other_shapes: dict[tuple[str, str], str] = {}
-        self.routed: dict[str, None] = {}
+        self.routed: dict[str, int] = {}
         self.unmatched: dict[tuple[str, str], str] = {}
         self._known: dict[Hashable, Any] = {}
 

@@ -5,21 +5,27 @@ other orders, such as that of a mask or of a sort, and the expert computes each 
 that the expert received are matched by their values, and its activations and those of modules inside of it are compared in this
 order. Rows are reordered only if all of these hold:
 
-- The module has another number of rows than a module around it whose input has the same width.
+- Other modules have another number of rows of the same width. If these are not of the same kind, as other experts are, the rows
+  must not be the samples of the rank, whose order is known.
 - Rows at other places are unrelated in place. Two rows that are drawn independently from rows with the mean square distance s^2
   from their mean have a mean square distance of 2 s^2; a row and itself with other rounding have one near 0. The threshold is
   half: a mean square distance of at least s^2 over all rows that move.
 - Each row has a row of its own on the other side within the bound, and nearer than s / 2, less than half of the distance
   sqrt(2) s of unrelated rows. All rows together are then within the bound.
 
+More than `MOST_ROWS` rows are not matched: then an activation is not compared if its columns are equal but for the order of their
+elements.
+
 A fault in an expert leaves the rows that it receives as they are, so it is found where it is. Two recordings of one
 implementation are never reordered.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 
 import numpy as np
 
+from crossframe.alignment.module_names import kind_of
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.measure.aligned_samples import At
 from crossframe.verdict.measure.metrics import distance, norm
@@ -38,49 +44,68 @@ class RoutedRows:
     def __init__(self, pair: Pair, step: int) -> None:
         self._pair, self._step = pair, step
         self._recorded = set(pair.a.activations(step)) & set(pair.b.activations(step)) if pair.two_programs else set()
+        self._microbatches = 1 + max((at[0] for at in self._recorded), default=0)
+        # By microbatch and rank, then by width and number of rows: the kinds of modules.
+        self._kinds: dict[tuple[int, int], dict[int, dict[int, set[str]]]] = {}
         self._orders: dict[tuple[int, int, str, str], np.ndarray | None] = {}
 
-    def in_one_order(self, at: At, rank: int, sides: Sides) -> Sides:
-        """The values of an activation on a rank, those of b in the order of the rows of a."""
+    def in_one_order(self, at: At, rank: int, sides: Sides) -> Sides | None:
+        """The values of an activation on a rank, those of b in the order of the rows of a; None if that is not known because it
+        has too many rows, which are equal but for their order as far as is known."""
         a, b, sketches = sides
         if not self._recorded or sketches is not None or a.ndim != 2 or a.shape != b.shape:
             return sides
-        order = self._order(at, rank, len(a))
-        return sides if order is None else (a, b[order], None)
+        routed = list(self._routed(at, rank, len(a)))
+        if len(a) > MOST_ROWS:
+            return None if routed and may_be_reordered(a, b, self._pair.bounds.parameter) else sides
+        for place in routed:
+            if (order := self._order(at[0], rank, place)) is not None:
+                if (order == np.arange(len(order))).all():
+                    break
+                self._pair.routed.setdefault(place[0], self._step)
+                return a, b[order], None
+        return sides
 
-    def _order(self, at: At, rank: int, num_rows: int) -> np.ndarray | None:
-        """The order of b's rows; None if it is that of a's, or not known.
+    def _routed(self, at: At, rank: int, num_rows: int) -> Iterator[tuple[str, str]]:
+        """The routed modules around a module, or this one, that get as many rows, with INPUT, or OUTPUT if that is not recorded.
 
-        It is that of the input of the outermost routed module, which no fault inside of it changes, else of one inside of it.
+        The outermost comes first: a fault inside of it does not change its input.
         """
         microbatch, module, _ = at
-        around = _around(module)
-        for i, each in enumerate([module, *around][::-1]):
-            use = INPUT if (microbatch, each, INPUT) in self._recorded else OUTPUT
-            if (microbatch, each, use) not in self._recorded:
+        around = [*_around(module)[::-1], module] if module else [module]
+        for each in around:
+            use = next((use for use in (INPUT, OUTPUT) if (microbatch, each, use) in self._recorded), None)
+            if use is None:
                 continue
             shape = self._shape(rank, (microbatch, each, use))
-            outer = [module, *around][::-1][:i]
-            if len(shape) != 2 or shape[0] != num_rows or not self._is_routed(microbatch, rank, shape, outer):
-                continue
-            key = (microbatch, rank, each, use)
-            if key not in self._orders:
-                self._orders[key] = self._matched(*key)
-            if (order := self._orders[key]) is not None:
-                if (order == np.arange(num_rows)).all():
-                    return None
-                self._pair.routed.setdefault(each)
-                return order
-        return None
+            if len(shape) == 2 and shape[0] == num_rows and self._is_routed((microbatch, each, use), rank, shape):
+                yield each, use
 
-    def _is_routed(self, microbatch: int, rank: int, shape: tuple[int, ...], outer: Sequence[str]) -> bool:
-        """Whether a module that encloses one has another number of rows of the same width."""
-        shapes = [
-            self._shape(rank, (microbatch, each, INPUT))
-            for each in outer
-            if (microbatch, each, INPUT) in self._recorded
+    def _order(self, microbatch: int, rank: int, place: tuple[str, str]) -> np.ndarray | None:
+        """The order of b's rows of a routed module; None if there is none."""
+        key = (microbatch, rank, *place)
+        if key not in self._orders:
+            self._orders[key] = self._matched(*key)
+        return self._orders[key]
+
+    def _is_routed(self, at: At, rank: int, shape: tuple[int, ...]) -> bool:
+        """Whether other modules of the same kind have another number of rows of this width, or any other module, and its rows are
+        not the samples of a rank or microbatch."""
+        microbatch, module, _ = at
+        if (microbatch, rank) not in self._kinds:
+            self._kinds[microbatch, rank] = kinds = {}
+            for other in (each for each in self._recorded if each[0] == microbatch):
+                own = self._shape(rank, other)
+                if len(own) > 1:
+                    kinds.setdefault(own[-1], {}).setdefault(math.prod(own[:-1]), set()).add(kind_of(other[1]))
+        others = [
+            kind
+            for rows, found in self._kinds[microbatch, rank][shape[-1]].items()
+            if rows != shape[0]
+            for kind in found
         ]
-        return any(len(own) > 1 and own[-1] == shape[-1] and int(np.prod(own[:-1])) != shape[0] for own in shapes)
+        samples = len(self._pair.a.batch(self._step, rank).sample_ids)
+        return kind_of(module) in others or (bool(others) and shape[0] not in (samples, samples // self._microbatches))
 
     def _shape(self, rank: int, at: At) -> tuple[int, ...]:
         return self._pair.a.activation_shape(self._step, rank, *at)
@@ -91,7 +116,7 @@ class RoutedRows:
             activation_values(recording, self._step, rank, at).elements for recording in (self._pair.a, self._pair.b)
         ]
         a, b = sides
-        if a is None or b is None or a.shape != b.shape or not 2 <= len(a) <= MOST_ROWS:
+        if a is None or b is None or a.shape != b.shape:
             return None
         return matching_rows(a, b, self._pair.bounds.parameter)
 
@@ -125,6 +150,21 @@ def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | No
     moved = order != np.arange(num_rows)
     is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())
     return order if is_unrelated else None
+
+
+def may_be_reordered(a: np.ndarray, b: np.ndarray, bound: float) -> bool:
+    """Whether rows that are unrelated in place may be equal up to `bound` in another order.
+
+    Of two lists of numbers, the sorted ones are at most as far apart as any orders of them, so norm(a - b) in any order of b's
+    rows is at least that of the sorted columns. A fault that changes values changes these.
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()) or distance(a, b) <= bound * norm(a):
+        return False
+    moved = np.linalg.norm(a - b, axis=1) > bound * norm(a) / np.sqrt(len(a))
+    spread = norm(a - a.mean(axis=0)) / np.sqrt(len(a))
+    is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())
+    return is_unrelated and distance(np.sort(a, axis=0), np.sort(b, axis=0)) <= bound * norm(a)
 
 
 def _assigned(a: np.ndarray, b: np.ndarray, most: float) -> np.ndarray | None:

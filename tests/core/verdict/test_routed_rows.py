@@ -5,6 +5,7 @@ import pytest
 
 from crossframe.recording import RecordingWriter
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure import routed_rows
 from crossframe.verdict.measure.routed_rows import matching_rows
 from tests.core.helpers import synthetic
 
@@ -24,7 +25,7 @@ def activations(step, *, by, noise=0, fault="", repeated=0):
     tokens[0, :repeated] = tokens[0, 0]
     flat, chosen = tokens.reshape(-1, WIDTH), random.integers(EXPERTS, size=120)
     weights = random.normal(size=(EXPERTS, 2, WIDTH, WIDTH))
-    found, out = {("moe", "input"): tokens}, np.zeros_like(flat)
+    found, out = {("moe.gate", "input"): tokens}, np.zeros_like(flat)
     for expert in range(EXPERTS):
         taken = by(np.flatnonzero(chosen == expert))
         is_wrong, name = bool(fault) and expert == 1, f"moe.experts.{expert}"
@@ -34,7 +35,7 @@ def activations(step, *, by, noise=0, fault="", repeated=0):
         out[np.roll(taken, 1) if is_wrong and fault == "output" else taken] = down
         found |= {(name, "input"): got, (f"{name}.up", "input"): got, (f"{name}.up", "output"): up}
         found |= {(f"{name}.down", "input"): np.tanh(up), (f"{name}.down", "output"): down, (name, "output"): down}
-    found["moe", "output"] = out.reshape(tokens.shape)
+    found["moe.sum", "output"] = out.reshape(tokens.shape)
     rounding = np.random.default_rng([step, noise])
     return {at: array * (1 + 2.0**-53 * rounding.uniform(-noise, noise, array.shape)) for at, array in found.items()}
 
@@ -55,7 +56,7 @@ def at_random(tokens):
 def record(tmp_path, monkeypatch):
     """Record a model with experts as a run of a framework."""
 
-    def made(framework, **options):
+    def made(framework, *, tamper=None, model="toy", settings=None, **options):
         own = RecordingWriter.activation
 
         def activation(writer, step, microbatch, module, use, value):
@@ -67,7 +68,8 @@ def record(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(RecordingWriter, "activation", activation)
             number = len(list(tmp_path.iterdir()))
-            return synthetic.record(tmp_path / f"{framework}{number}", synthetic.manifest(framework=framework))
+            manifest = synthetic.manifest(framework=framework, model=model, settings=settings or {})
+            return synthetic.record(tmp_path / f"{framework}{number}", manifest, tamper=tamper)
 
     return made
 
@@ -88,7 +90,7 @@ def test_experts_may_get_their_tokens_in_any_order(record, order, repeated):
     [
         pytest.param("weight", "moe.experts.1.up", "output", id="in an expert"),
         pytest.param("tokens", "moe.experts.1", "input", id="in the router"),
-        pytest.param("output", "moe", "output", id="after the experts"),
+        pytest.param("output", "moe.sum", "output", id="after the experts"),
     ],
 )
 def test_faults_of_experts_in_another_order_are_located(record, fault, module, use):
@@ -97,6 +99,24 @@ def test_faults_of_experts_in_another_order_are_located(record, fault, module, u
         found = compare(a, record("jax", by=order, noise=1, fault=fault))
         where = found.first_divergence
         assert found.verdict is Verdict.BUG and (where.module, where.event) == (module, use), order
+
+
+def test_more_rows_than_are_matched_are_left_out_unless_values_differ(record, monkeypatch):
+    monkeypatch.setattr(routed_rows, "MOST_ROWS", 10)
+    a = record("torch", by=by_token)
+    found = compare(a, record("jax", by=at_random, noise=1))
+    assert found.verdict is Verdict.ROUNDING and "in different orders" in str(found.notes)
+    where = compare(a, record("jax", by=at_random, noise=1, fault="weight")).first_divergence
+    assert (where.module, where.event) == ("moe.experts.1.up", "output")
+
+
+def test_sums_over_rows_in_another_order_are_no_evidence(record):
+    """Two models of one framework, whose programs are the same but for their source."""
+    program = {"program": {"device": "cpu", "deterministic": True}}
+    a = record("torch", by=by_token, settings=program)
+    b = record("torch", by=at_random, model="other", settings=program, tamper=synthetic.jitter(1, 1e-16))
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING and "the rows of 'moe.experts.0' come in another order" in str(found.bits)
 
 
 def test_rows_of_one_implementation_are_not_reordered(record):

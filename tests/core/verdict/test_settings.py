@@ -171,6 +171,22 @@ def test_a_schedule_starts_alike_whichever_setting_states_its_rate(tmp_path):
     assert [each.scheduled for each in differing_settings(a, b)] == [True]
 
 
+@pytest.mark.parametrize("is_exempt", [True, False])
+def test_updates_tell_whether_parameters_are_exempt_from_decay(is_exempt, tmp_path, monkeypatch):
+    """The second recorder does not see which are."""
+    own = faulty.manifest
+    exempt = [name for name in faulty.SHAPES if name.startswith("norm") or name.endswith("bias")]
+    faults = faulty.Faults(decays=lambda name: name not in exempt)
+    groups = [{"params": exempt, "weight_decay": 0.0}]
+    a = faulty.record(tmp_path / "a", faults, other={"param_groups": groups})
+    monkeypatch.setattr(faulty, "manifest", lambda *args: replace(own(*args), framework="jax"))
+    found = compare(a, faulty.record(tmp_path / "b", faults if is_exempt else None, noise=1))
+    if is_exempt:
+        assert found.verdict is Verdict.ROUNDING and not found.settings
+    else:
+        assert found.verdict is Verdict.BUG and found.diagnosis and found.diagnosis.signature == "weight_decay"
+
+
 def run_without_steps(folder: Path, **fields: Any) -> Recording:
     create_recording(folder, made := synthetic.manifest(**fields))
     for rank in range(2):
