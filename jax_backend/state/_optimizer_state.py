@@ -66,6 +66,13 @@ class StateLeaves:
 
     def __init__(self, state: Any, params: ShardedParams, mesh: Mesh) -> None:
         self.parts: list[Part] = []
+        # Typed random keys are stored as their numbers.
+        self._key_impls = {
+            jax.tree_util.keystr(path): jax.random.key_impl(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+            if _is_key(leaf)
+        }
+        state = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
         self._mesh, self._names = mesh, _names_in_torch(state)
         self._leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
         # For each part the keys of its leaves, in order, and how they were joined.
@@ -192,7 +199,13 @@ class StateLeaves:
             found[key] = jax.make_array_from_callback(
                 like.shape, like.sharding, lambda index, value=value: value[index]
             )
+            if key in self._key_impls:
+                found[key] = jax.random.wrap_key_data(found[key], impl=self._key_impls[key])
         return jax.tree.unflatten(self._structure, [found[key] for key in leaves])
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -53,6 +53,22 @@ def test_R36_R37_parameters_and_state_load_on_any_mesh_and_layout(tmp_path):
         same(found_state, state)
 
 
+def test_R37_random_keys_of_a_state_are_loaded(tmp_path):
+    tx = sharded_optimizer(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1, momentum=0.9)))
+    sharded, other = (sharded_as(small_params(), MeshSpec(size), "per_param") for size in (2, 3))
+    state = trained(sharded, tx)
+    save_checkpoint(tmp_path / "saved", sharded, state)
+    _, found = load_checkpoint(tmp_path / "saved", other, tx.init(other))
+    key, wanted = found[0].rng_key, state[0].rng_key
+    assert key.dtype == wanted.dtype and np.array_equal(jax.random.key_data(key), jax.random.key_data(wanted))
+    # The next update draws the same noise; XLA adds numbers of at most order 1 in another order on other shards.
+    first, second = (
+        jax.jit(tx.update)(each.trainable, own, each)[0] for each, own in ((sharded, state), (other, found))
+    )
+    for a, b in zip(jax.tree.leaves(unshard(first)), jax.tree.leaves(unshard(second)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=8 * np.finfo(a.dtype).eps)
+
+
 def test_R37_state_of_joined_and_split_parameters_is_saved_canonically(tmp_path):
     """Of parameters that are several arrays of the user's, or arrays with a dim more: padded in the user's own shapes."""
     rng = np.random.default_rng(0)
