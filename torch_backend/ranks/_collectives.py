@@ -142,7 +142,8 @@ class Communicator:
         if self.size > 1:
             for tensor in tensors:
                 dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-                dist.broadcast(dense, src=self.ranks[0], group=self.group)
+                # As bytes, since not every backend moves every dtype.
+                dist.broadcast(dense.view(-1).view(torch.uint8), src=self.ranks[0], group=self.group)
                 if dense is not tensor:
                     tensor.copy_(dense)
 

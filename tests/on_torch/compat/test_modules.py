@@ -32,6 +32,7 @@ from tests.on_torch.helpers.sharded_and_plain import (
     trained,
     trained_plain,
 )
+from torch_backend import FullyShardedDataParallel
 
 
 class _Noisy(nn.Module):
@@ -197,6 +198,27 @@ def _hooked(rank, world_size):
             SGD(one.parameters()).step()
         wrong += [(api, "changed")] if differing(full(model), full(plain)) else []
     return wrong
+
+
+BUFFER_DTYPES = (torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.int64)
+
+
+def _synced_buffers(rank, world_size):
+    module = nn.Linear(2, 2)
+    for dtype in BUFFER_DTYPES:
+        module.register_buffer(str(dtype).removeprefix("torch."), torch.tensor([[rank, 1], [2, 3]]).to(dtype).t())
+    module.register_buffer("scalar", torch.tensor(rank, dtype=torch.int16))
+    FullyShardedDataParallel(module, sync_module_states=True)
+    return {name: buffer.to(torch.complex64) for name, buffer in module.named_buffers()}
+
+
+def test_buffers_of_any_dtype_are_synchronized(ranks):
+    """gloo itself moves no int16, uint16 and float8."""
+    first, second = ranks.run(2, _synced_buffers)
+    for name, buffer in first.items():
+        expected = torch.tensor(0) if name == "scalar" else torch.tensor([[0, 2], [1, 3]])
+        expected = expected.bool() if name == "bool" else expected
+        assert torch.equal(buffer, second[name]) and torch.equal(buffer, expected.to(torch.complex64)), name
 
 
 def test_hooks_of_modules_are_called_as_on_a_plain_model(ranks):
