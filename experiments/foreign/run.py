@@ -22,9 +22,9 @@ from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
-RESULTS = {1: HERE / "results" / "foreign.json", 2: HERE / "results" / "second.json"}
+RESULTS = {number: HERE / "results" / f"{name}.json" for number, name in enumerate(("foreign", "second", "third"), 1)}
 """Results by set of pairs."""
-TORCH = ("torch", "torch_second", "timm")
+TORCH = ("torch", "torch_second", "torch_third", "timm")
 PERTURBED = {"float64": 0, "float32": 4}
 """Perturbed runs of side a, by dtype."""
 

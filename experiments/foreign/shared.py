@@ -1,4 +1,6 @@
-"""What the scripts of all pairs share: options, random batches, initial values, and the two training loops.
+"""What the scripts of all pairs share: options, random batches, initial values, and two loops of plain SGD.
+
+Pairs of set 3 have loops of their own.
 
 A script of torch is run by `crossframe record`, and writes its initial values. A script of JAX converts them and records itself.
 Frameworks are imported where they are used: each script has an environment of its own.
@@ -41,6 +43,17 @@ def images_of(step: int, *shape: int) -> np.ndarray:
     return np.random.default_rng((18, step)).standard_normal(shape, np.float32)
 
 
+def graph_of(step: int) -> Arrays:
+    """A random directed graph of 24 nodes without loops, whose first half of nodes has labels."""
+    rng, edges = np.random.default_rng((19, step)), np.argwhere(~np.eye(24, dtype=bool))
+    return {
+        "nodes": rng.standard_normal((24, 6), np.float32),
+        "edges": rng.permutation(edges)[:90].T.copy(),
+        "labels": rng.integers(0, 4, 24),
+        "is_train": np.arange(24) < 12,
+    }
+
+
 def without_init(*names: str) -> None:
     """Make modules of packages importable without running their `__init__.py`, which import far more than a model needs.
 
@@ -70,6 +83,19 @@ def declare_torchvision_operators() -> Any:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library
+
+
+def halves_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two microbatches: the first half of the rows, and the second."""
+    half = len(next(iter(batch.values()))) // 2
+    return [{name: value[rows] for name, value in batch.items()} for rows in (slice(half), slice(half, None))]
+
+
+def tensors_of(batch: Arrays) -> dict[str, Any]:
+    """A batch in torch."""
+    import torch
+
+    return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
 def start_torch(given: argparse.Namespace, model: Any) -> None:
@@ -118,8 +144,7 @@ def train_torch(model: Any, batches: Batches, loss_of: Callable[[Any, dict[str, 
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
     for step in range(STEPS):
-        batch = {name: torch.from_numpy(value) for name, value in batches(step).items()}
-        loss = loss_of(model, batch)
+        loss = loss_of(model, tensors_of(batches(step)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,6 +182,21 @@ def filled(tree: Any, values: Mapping[str, np.ndarray]) -> Any:
     )
 
 
+def start_jax(given: argparse.Namespace, params: Any, convert: Callable[[Arrays], Arrays]) -> Any:
+    """The values of side a, converted and sharded over one device.
+
+    Args:
+        params: parameters of the model, of any values.
+    """
+    from crossframe import MeshSpec
+    from jax_backend import make_mesh, shard
+
+    if given.convert:
+        write_converted(given, convert)
+        sys.exit()
+    return shard(filled(params, convert(load_file(given.values / "a.safetensors"))), make_mesh(MeshSpec(shard=1)))
+
+
 def train_jax(
     given: argparse.Namespace,
     params: Any,
@@ -180,15 +220,10 @@ def train_jax(
     import optax
 
     from crossframe import MeshSpec
-    from jax_backend import Recorder, apply_updates, make_mesh, per_rank, shard, sharded_optimizer
+    from jax_backend import Recorder, apply_updates, make_mesh, per_rank, sharded_optimizer
 
-    if given.convert:
-        write_converted(given, convert)
-        return
-    params = filled(params, convert(load_file(given.values / "a.safetensors")))
-    mesh = make_mesh(MeshSpec(shard=1))
-    sharded = shard(params, mesh)
-    states = () if state is None else (per_rank(state, mesh),)
+    sharded = start_jax(given, params, convert)
+    states = () if state is None else (per_rank(state, make_mesh(MeshSpec(shard=1))),)
     optimizer = sharded_optimizer(optax.sgd(RATE))
     opt_state, update = optimizer.init(sharded), jax.jit(optimizer.update)
     with Recorder(

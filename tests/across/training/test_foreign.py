@@ -13,12 +13,12 @@ from flax import linen as nn
 from safetensors.numpy import load_file, save_file
 
 from crossframe.param_map import MapEntry, ParamMap
-from experiments.foreign.run import HERE, judge_map, pairs_of
+from experiments.foreign.run import HERE, TORCH, judge_map, pairs_of
 from experiments.foreign.shared import linen_modules, write_converted
 from jax_backend.activations import listening
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_foreign_pairs_are_whole(number):
     pairs = pairs_of(number=number)
     assert len(pairs) >= 8
@@ -26,7 +26,8 @@ def test_foreign_pairs_are_whole(number):
         expected = json.loads((HERE / pair.name / "expected.json").read_text())
         assert all(expected["parameters"].values())
         assert all(pair.script(side).is_file() for side in "ab")
-        assert all((HERE / "environments" / f"{name}.txt").is_file() for name in pair.environments)
+        files = {name: HERE / "environments" / f"{name}.txt" for name in pair.environments}
+        assert all((name in TORCH) == ("\ntorch==" in path.read_text()) for name, path in files.items())
         assert "given.fault" in pair.script(pair.side).read_text()
         assert "given.fault" not in pair.script("ba"["ab".index(pair.side)]).read_text()
 
