@@ -1,4 +1,4 @@
-"""The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax|compile`."""
+"""The commands `python -m experiments bench core|torch|state|recorder|compare|scale|jax|compile|own|architectures`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -181,6 +181,18 @@ def bench_own(
                 keep=keep,
             )
         )
+
+
+@bench.command("architectures")
+def bench_architectures(
+    names: Annotated[list[str] | None, typer.Argument(help="Types of models, such as llama. Default: all")] = None,
+    output: Annotated[Path | None, typer.Option(help="Markdown file for the table, and beside it JSON.")] = None,
+) -> None:
+    """Train every architecture of transformers, small, under torch's FSDP1 and FSDP2 and under ours: equal in every bit?"""
+    from experiments.bench.architectures.run import run_architectures
+
+    with exit_on_error():
+        raise typer.Exit(run_architectures(console, names or (), output=output))
 
 
 def _run(bench: "Bench", json: Path | None, output: Path | None, *, quick: bool, strict: bool) -> None:
