@@ -121,12 +121,15 @@ def batch_of(kind: str, model: nn.Module, step: int, rank: int) -> dict[str, Ten
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The modules to shard by themselves, inner ones first: those that the library does not split, or the members of lists."""
+    """The modules to shard by themselves, inner ones first: blocks, which stand in lists. Those that the library
+    does not split, or all members of the outermost lists where it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    members = [member for each in lists.values() for member in each]
+    found = [member for member in members if type(member).__name__ in names]
     if not found:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        found = [member for members in lists for member in members if any(True for _ in member.parameters())]
+        outermost = [each for path, each in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
+        found = [member for each in outermost for member in each if any(True for _ in member.parameters())]
     return list(dict.fromkeys(reversed(found)))
 
 
