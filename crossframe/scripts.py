@@ -1,5 +1,6 @@
 """Runs a training script in this process, and records it. `crossframe record SCRIPT` starts such processes."""
 
+import gc
 import io
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -102,6 +103,14 @@ def _print_from_script_on() -> None:
     sys.excepthook = hook
 
 
+def flush_files() -> None:
+    """Flush all files, for a process that ends without finalizing the interpreter, which would."""
+    for kind in (io.TextIOBase, io.BufferedIOBase):  # a text is written to a buffer
+        for file in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
+            with suppress(ValueError, OSError):  # closed files, and those that are read
+                file.flush()
+
+
 def main(run: Callable[..., int]) -> int:
     """Run and record: OPTIONS SCRIPT ARGUMENTS are on the command line, OPTIONS as JSON. Returns the exit status.
 
@@ -120,6 +129,7 @@ def main(run: Callable[..., int]) -> int:
     try:
         return run(script, arguments, **given)
     except KeyboardInterrupt:
+        flush_files()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise

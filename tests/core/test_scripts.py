@@ -152,3 +152,15 @@ def test_a_script_that_ends_prints_what_it_prints_alone(tmp_path, name):
         for rest in (["train.py", "--lr"], ["-P", "-c", PROGRAM, '{"windows": []}', "train.py", "--lr"])
     )
     assert (recorded.returncode, recorded.stderr) == (alone.returncode, alone.stderr)
+
+
+def test_an_interrupted_script_loses_nothing_that_it_wrote(tmp_path):
+    text = (
+        "import os, signal\nfile = open('log', 'w')\nfile.write('a')\nprint('b')\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-P", "-c", PROGRAM, '{"windows": []}', "train.py"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=buffered)
+    assert ended.returncode == -signal.SIGINT
+    assert (ended.stdout, (tmp_path / "log").read_text()) == ("b\n", "a")

@@ -12,13 +12,12 @@ With `forward_only` the model is the first module with parameters that is called
 
 import atexit
 import gc
-import io
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
-from crossframe.scripts import run_script
+from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._module_hooks import in_backward, lacks_forward
 from torch_backend.recorder._module_tree import reshard
@@ -258,10 +257,7 @@ def _end_process() -> NoReturn:
     """End with exit status 0 as Python does, but without finalizing the interpreter."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for kind in (io.TextIOBase, io.BufferedIOBase):  # a text is written to a buffer
-        for file in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
-            with suppress(ValueError, OSError):  # closed files, and those that are read
-                file.flush()
+    flush_files()
     os._exit(0)
 
 
