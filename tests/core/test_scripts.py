@@ -142,16 +142,28 @@ ENDS = {
 }
 
 
+def ends_of(folder):
+    """The ends of train.py by itself and recorded."""
+    python = [sys.executable, "-B"]
+    return (
+        subprocess.run([*python, *rest], cwd=folder, capture_output=True, text=True, check=False)
+        for rest in (["train.py", "--lr"], ["-P", "-c", PROGRAM, '{"windows": []}', "train.py", "--lr"])
+    )
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_a_script_that_ends_prints_what_it_prints_alone(tmp_path, name):
     (tmp_path / "train.py").write_text(ENDS[name], encoding="latin-1")
     (tmp_path / "wrong.py").write_text("def f(:\n")
-    python = [sys.executable, "-B"]
-    alone, recorded = (
-        subprocess.run([*python, *rest], cwd=tmp_path, capture_output=True, text=True, check=False)
-        for rest in (["train.py", "--lr"], ["-P", "-c", PROGRAM, '{"windows": []}', "train.py", "--lr"])
-    )
+    alone, recorded = ends_of(tmp_path)
     assert (recorded.returncode, recorded.stderr) == (alone.returncode, alone.stderr)
+
+
+def test_an_error_of_crossframe_is_printed_from_the_script_on(tmp_path):
+    (tmp_path / "train.py").write_text("from crossframe.errors import UsageError\nraise UsageError('no')\n")
+    alone, recorded = ends_of(tmp_path)
+    assert recorded.returncode == NOT_RECORDED
+    assert recorded.stderr == alone.stderr + "crossframe: not recorded: no\n"
 
 
 def test_an_interrupted_script_loses_nothing_that_it_wrote(tmp_path):
