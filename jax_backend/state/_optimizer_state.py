@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -196,16 +197,16 @@ class StateLeaves:
             found |= dict(zip(keys, made, strict=True))
         for key, value in values.items():
             like = leaves[key]
-            found[key] = jax.make_array_from_callback(
-                like.shape, like.sharding, lambda index, value=value: value[index]
-            )
+            # An array that is not committed, as optax makes counts, follows others; one that is loaded would be committed.
+            sharding = like.sharding if like.committed else NamedSharding(self._mesh, P())
+            found[key] = jax.make_array_from_callback(like.shape, sharding, lambda index, value=value: value[index])
             if key in self._key_impls:
                 found[key] = jax.random.wrap_key_data(found[key], impl=self._key_impls[key])
         return jax.tree.unflatten(self._structure, [found[key] for key in leaves])
 
 
 def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -53,6 +53,15 @@ def test_R36_R37_parameters_and_state_load_on_any_mesh_and_layout(tmp_path):
         same(found_state, state)
 
 
+@pytest.mark.parametrize("layout", ["per_param", "flat"])
+def test_R37_training_goes_on_from_a_loaded_state_of_optax_itself(tmp_path, layout):
+    sharded, tx = sharded_as(small_params(), MeshSpec(2), layout), optax.adam(1e-2)
+    state, update = trained(sharded, tx), jax.jit(tx.update)
+    save_checkpoint(tmp_path / "saved", sharded, state)
+    found, found_state = load_checkpoint(tmp_path / "saved", sharded, tx.init(sharded))
+    same(update(found, found_state, found), update(sharded, state, sharded))
+
+
 def test_R37_random_keys_of_a_state_are_loaded(tmp_path):
     tx = sharded_optimizer(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1, momentum=0.9)))
     sharded, other = (sharded_as(small_params(), MeshSpec(size), "per_param") for size in (2, 3))
