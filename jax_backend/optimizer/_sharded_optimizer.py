@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
@@ -55,7 +55,6 @@ def sharded_optimizer(
     Args:
         tx: any transformation of optax. Under "flat" and "ragged", one that treats elements one by one or all alike.
         mesh: the mesh of the state; None: that of the parameters, if `init` is called outside jit, else XLA chooses the devices.
-
         elementwise: for "flat" and "ragged": state that `tx` treats elements one by one or all alike, if it is not of optax.
 
     Raises:
@@ -67,7 +66,8 @@ def sharded_optimizer(
         raise UsageError(f"expected a transformation of optax, got {type(tx).__name__}; for instance optax.adamw(1e-3)")
     if mesh is not None:
         check_mesh(mesh)
-    meshes: dict[ParamTree, Mesh] = {}
+    # Without devices: a jitted update may be of parameters on others than those of the last init.
+    meshes: dict[ParamTree, AbstractMesh] = {}
     views: dict[ParamTree, _OnLines | _OnParams] = {}
 
     def view_of(tree: ParamTree) -> _OnLines | _OnParams:
@@ -77,15 +77,19 @@ def sharded_optimizer(
             views[tree] = (_OnParams if tree.is_per_param else _OnLines)(tx, tree)
         return views[tree]
 
-    def mesh_for(params: ShardedParams) -> Mesh | None:
-        if mesh is None and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
-            meshes[params.tree] = mesh_of(params)
-        return mesh if mesh is not None else meshes.get(params.tree)
+    def mesh_for(params: ShardedParams) -> Mesh | AbstractMesh | None:
+        if mesh is not None:
+            return mesh
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            return meshes.get(params.tree)
+        own = mesh_of(params)
+        meshes[params.tree] = own.abstract_mesh
+        return own
 
     # One program, from which XLA drops the gathers of parameters that only give their shapes. Operation by operation, each would
     # be gathered, by programs that wait for nothing: over gloo, two processes may run them in different orders and hang.
     @partial(jax.jit, static_argnames="own")
-    def state_of(params: ShardedParams, own: Mesh | None) -> Any:
+    def state_of(params: ShardedParams, own: Mesh | AbstractMesh | None) -> Any:
         return _placed(view_of(params.tree).init(params), params.tree, own)
 
     def init(params: Any) -> Any:
@@ -236,7 +240,7 @@ def _check_state(state: Any, expected: Any, tree: ParamTree) -> None:
         )
 
 
-def _placed(made: Any, tree: ParamTree, mesh: Mesh | None) -> Any:
+def _placed(made: Any, tree: ParamTree, mesh: Mesh | AbstractMesh | None) -> Any:
     """Updates or state with the shardings of the parameters; other leaves are replicated."""
     if mesh is None:
         return made
@@ -282,7 +286,7 @@ def _stored(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tuple[in
     return (true.shape, padded[1]) if padded is not None and padded[0] == leaf.shape else None
 
 
-def _placed_shards(shards: ShardedParams, mesh: Mesh) -> ShardedParams:
+def _placed_shards(shards: ShardedParams, mesh: Mesh | AbstractMesh) -> ShardedParams:
     def placed(bucket: Bucket, arrays: Any) -> Any:
         if bucket.fits(arrays):
             return bucket.constrained(arrays, mesh)

@@ -236,7 +236,10 @@ class Interpreter:
         """A primitive's results for values."""
         name = primitive.name
         if name == "sharding_constraint" and place.ranks is None and isinstance(params["sharding"], NamedSharding):
-            return [replace(each, sharding=params["sharding"]) for each in operands]
+            sharding = params["sharding"]
+            if not isinstance(sharding.mesh, Mesh):
+                sharding = NamedSharding(self._with_devices(sharding.mesh), sharding.spec)
+            return [replace(each, sharding=sharding) for each in operands]
         if name in _SAME_VALUES:
             return list(operands)
         if name in CALLS | CUSTOM_CALLS and (inner := called(params)) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -156,7 +156,7 @@ class Bucket:
         """The parameters by canonical name, without padding, in one layer's gathered array or arrays."""
         return self._cut(arrays)
 
-    def shardings(self, mesh: Mesh) -> PyTree[NamedSharding]:
+    def shardings(self, mesh: Mesh | AbstractMesh) -> PyTree[NamedSharding]:
         """`partitions` on a mesh."""
         is_partition = lambda node: isinstance(node, P)  # noqa: E731
         return jax.tree.map(lambda each: NamedSharding(mesh, each), self.partitions(), is_leaf=is_partition)
@@ -165,7 +165,7 @@ class Bucket:
         """Whether arrays have this bucket's form and shapes. Masks and empty nodes in an optimizer's state do not."""
         return bool(jax.tree.leaves(arrays)) and jax.tree.map(jnp.shape, arrays) == self.shapes()
 
-    def constrained(self, arrays: PyTree[jax.Array], mesh: Mesh) -> PyTree[jax.Array]:
+    def constrained(self, arrays: PyTree[jax.Array], mesh: Mesh | AbstractMesh) -> PyTree[jax.Array]:
         """The arrays with this bucket's shardings, inside jit."""
         return jax.tree.map(lambda at, array: jax.lax.with_sharding_constraint(array, at), self.shardings(mesh), arrays)
 

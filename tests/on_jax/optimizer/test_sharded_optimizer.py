@@ -265,3 +265,18 @@ def test_wrong_arguments_are_refused():
     other = sharded_optimizer(optax.sgd(1e-2, momentum=0.9)).init(sharded)
     with pytest.raises(UsageError, match=r"state: expected that of this transformation"):
         optim.update(sharded, other, sharded)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_one_optimizer_updates_parameters_on_several_meshes():
+    tx = sharded_optimizer(optax.adam(1e-2))
+    update, found = jax.jit(tx.update), []
+    on = [shard(small_params(), make_mesh(MeshSpec(2), jax.devices()[at : at + 2])) for at in (0, 2)]
+    states = [tx.init(each) for each in on]
+    for sharded, state in zip(on, states, strict=True):
+        updates, after = update(sharded, state, sharded)
+        for leaf, like in zip(jax.tree.leaves((updates, after)), jax.tree.leaves((sharded, state)), strict=True):
+            assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+        found.append(unshard(updates))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
