@@ -77,7 +77,7 @@ def materialise(
         if param_init_fn is not None:
             param_init_fn(module)
         elif any(True for _ in _own_tensors(module)):
-            _reset(module, names[module], device)
+            _reset(module, names[module], device, ignored.params)
     left = [f"{names[module]}.{name}".lstrip(".") for module in modules for name in _on_meta(module, ignored.params)]
     if left:
         raise InitialisationError(
@@ -87,16 +87,20 @@ def materialise(
         )
 
 
-def _reset(module: nn.Module, name: str, device: torch.device) -> None:
+def _reset(module: nn.Module, name: str, device: torch.device, ignored: Collection[nn.Parameter]) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise InitialisationError(
             f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to give its "
             f"{', '.join(_on_meta(module, ())) or 'tensors'} values; write one, or pass param_init_fn"
         )
+    # to_empty and reset_parameters know no ignored parameters.
+    kept = [(param, param.data) for param in module.parameters(recurse=False) if param in ignored and not param.is_meta]
     with torch.no_grad():
         module.to_empty(device=device, recurse=False)
         reset()
+    for param, data in kept:
+        param.data = data
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
