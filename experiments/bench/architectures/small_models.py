@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -102,7 +102,7 @@ def build(kind: str, model_type: str) -> nn.Module:
 
 def batch_of(kind: str, model: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
     """Random samples of one rank."""
-    generator, config = torch.Generator().manual_seed(100 * step + rank), model.config
+    generator, config = torch.Generator().manual_seed(100 * step + rank), cast(Any, model.config)
     if kind in ("causal", "masked", "seq2seq"):
         vocabulary = min(getattr(_text(config), "vocab_size", VOCABULARY), VOCABULARY)
         tokens = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,7 +98,8 @@ class Tied(nn.Module):
 
     def __call__(self, tokens):
         hidden, embedding = self.embed(tokens), self.variables["params"]["embed"]["embedding"]
-        return self.head.apply({"params": {"kernel": embedding.T}}, hidden) + self.bias
+        logits: Any = self.head.apply({"params": {"kernel": embedding.T}}, hidden)
+        return logits + self.bias
 
 
 def test_the_output_of_a_model_is_not_that_of_a_tied_head():
