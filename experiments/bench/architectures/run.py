@@ -30,7 +30,7 @@ from experiments.bench.architectures.small_models import NotBuilt, architectures
 from experiments.bench.command import command_line, torch_machine, torch_machine_line
 from experiments.bench.ranks import GLOO, on_ranks
 
-STEPS, SECONDS = 3, 180
+STEPS, SECONDS = 3, 90
 SIDES = ("torch.distributed.fsdp", "torch_backend")
 FSDP2, BFLOAT16, FSDP1 = VARIANTS = ("FSDP2", "FSDP2, bfloat16", "FSDP1")
 EQUAL, AS_UNSHARDED, NOT_BUILT = "equal", "equal to the unsharded model, where torch is not", "not built"

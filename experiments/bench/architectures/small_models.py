@@ -88,10 +88,13 @@ def build(kind: str, model_type: str) -> nn.Module:
     reason: Exception | None = None
     for sizes in _CHOICES:
         try:
-            torch.manual_seed(0)
-            model = _model(kind, _config(model_type, sizes))
-            if (num := sum(param.numel() for param in model.parameters())) > LARGEST:
+            config = _config(model_type, sizes)
+            with torch.device("meta"):
+                num = sum(param.numel() for param in _model(kind, config).parameters())
+            if num > LARGEST:
                 raise ValueError(f"{num:,} parameters")
+            torch.manual_seed(0)
+            model = _model(kind, config)
             model(**batch_of(kind, model, 0, 0)).loss.backward()
             model.zero_grad()
             return model
