@@ -79,8 +79,11 @@ def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _with_items(value: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping with some items replaced, of its class if such a copy can be made and changed, else a dict."""
-    if type(value) is not dict:
+    """A copy of a mapping with some items replaced: of its class if that is a dict, or defines how it is copied, else a dict.
+
+    `copy.copy` of another class shares the items, so that replacing one would change the user's mapping.
+    """
+    if type(value) is not dict and (isinstance(value, dict) or hasattr(value, "__copy__")):
         with suppress(TypeError):
             made: Any = copy.copy(value)
             for key, item in changed.items():

@@ -7,6 +7,7 @@ import collections
 import copy
 import dataclasses
 import types
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -430,6 +431,35 @@ def test_R35_containers_keep_their_class():
     assert isinstance(scaled, _Scaled) and scaled.x.dtype == torch.bfloat16
     assert cast_floating(types.MappingProxyType({"x": floats}), torch.bfloat16)["x"].dtype == torch.bfloat16
     assert floats.dtype == torch.float32
+
+
+class _Batch(MutableMapping):
+    """Has its items in an attribute."""
+
+    def __init__(self, items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+def test_R35_mappings_of_the_user_are_not_changed():
+    batch = _Batch({"x": torch.ones(2), "n": torch.arange(2)})
+    cast = cast_floating(batch, torch.bfloat16)
+    assert {name: value.dtype for name, value in cast.items()} == {"x": torch.bfloat16, "n": torch.int64}
+    assert batch["x"].dtype == torch.float32
 
 
 def test_R35_indices_of_packed_sequences_move_with_them():
