@@ -166,8 +166,8 @@ def _are_one(x: Any, y: Any) -> bool:
     return _is_near(x, y, "float32" if is_single else "float64")
 
 
-def _is_near(x: float, y: float, dtype: str) -> bool:
-    return abs(x - y) <= _ROUNDINGS * unit_roundoff(dtype) * max(abs(x), abs(y))
+def _is_near(x: float, y: float, dtype: str, scale: float = 0.0) -> bool:
+    return abs(x - y) <= _ROUNDINGS * unit_roundoff(dtype) * max(abs(x), abs(y), scale)
 
 
 def _by_parameter(recording: Recording, option: str, default: Any = None) -> dict[str, Any]:
@@ -181,13 +181,19 @@ def _by_parameter(recording: Recording, option: str, default: Any = None) -> dic
 def _rates(a: Recording, b: Recording) -> list[Setting] | None:
     """The first step at which learning rates differ, if any; None if not both recordings have them.
 
-    They are equal up to 16 roundings in float32 (`_are_one`): a schedule may compute in float32, whatever it returns.
+    They are equal up to 16 roundings in float32 (`_are_one`) of the group's largest rate: a schedule may compute in float32,
+    whatever it returns, and adds terms as large as its peak, which cancel where the rate is small, as at the end of a cosine.
     """
     steps = [step for step in common_steps(a, b) if a.learning_rates(step) and b.learning_rates(step)]
+    peaks: dict[int, float] = {}
+    for rates in (r.learning_rates(step) for step in steps for r in (a, b)):
+        for group, rate in enumerate(rates):
+            peaks[group] = max(peaks.get(group, 0.0), abs(rate))
     for step in steps:
         x, y = a.learning_rates(step), b.learning_rates(step)
         num = min(len(x), len(y)) if len(x) == len(y) else 1  # with different groups, only the first one is compared
-        apart = [(p, q) for p, q in zip(x[:num], y[:num], strict=True) if not _is_near(p, q, "float32")]
+        pairs = enumerate(zip(x[:num], y[:num], strict=True))
+        apart = [(p, q) for group, (p, q) in pairs if not _is_near(p, q, "float32", peaks[group])]
         if apart:
             return [Setting("learning_rate", *apart[0], UPDATE, step, scheduled=_start_alike(a, b))]
     return [] if steps else None

@@ -195,6 +195,10 @@ def run_without_steps(folder: Path, **fields: Any) -> Recording:
 
 
 NEAR = 16 * 2.0**-24
+COSINE = [[float(0.5 * (1 + np.cos(np.pi * step / 20)))] for step in (0, 10, 19)]
+COSINE_IN_FLOAT32 = [
+    [float(np.float32(0.5) * (1 + np.cos(np.float32(np.pi * step / 20), dtype=np.float32)))] for step in (0, 10, 19)
+]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +217,19 @@ NEAR = 16 * 2.0**-24
         ([[0.1]], [[0.1]], ({"learning_rate": 0.5}, {}), None),
         ([[0.1, 0.2]], [[0.1, 0.3]], ({}, {}), Setting("learning_rate", 0.2, 0.3, UPDATE, scheduled=True)),
         ([[0.1, 0.2]], [[0.1]], ({}, {}), None),
+        (COSINE, COSINE_IN_FLOAT32, ({}, {}), None),
+        (
+            [[1.0], [0.0]],
+            [[1.0], [1.01 * NEAR]],
+            ({}, {}),
+            Setting("learning_rate", 0.0, 1.01 * NEAR, UPDATE, 1, scheduled=True),
+        ),
+        (
+            [[1.0, 0.1]],
+            [[1.0, 0.1 * (1 - 1.01 * NEAR)]],
+            ({}, {}),
+            Setting("learning_rate", 0.1, 0.1 * (1 - 1.01 * NEAR), UPDATE, scheduled=True),
+        ),
     ],
 )
 def test_learning_rates_are_compared_at_each_step(
