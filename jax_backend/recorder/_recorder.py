@@ -41,6 +41,7 @@ from jax_backend.recorder._params_as_arrays import ArrayPieces
 from jax_backend.recorder._params_as_shards import ShardPieces
 from jax_backend.recorder._taps import Value
 from jax_backend.recorder._writers import StepData, Writers
+from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
 if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
@@ -233,7 +234,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._interiors: list[Interior] = []
-        self._local_grads: Any = None
+        self._reduced: list[tuple[LocalGrads, ShardedParams]] = []
         self._events: list[Event] = []
         self._num_microbatches = 0
 
@@ -363,7 +364,7 @@ class Recorder:
             data.initial, self._initial = self._initial, None
             data.grads, data.state, data.updated = grads, opt_state, params
             if self._writers.is_dense(self._step):
-                data.interiors, data.local_grads = self._interiors, self._local_grads
+                data.interiors, data.local_grads = self._interiors, _combined(self._reduced, grads)
             self._writers.write(self._step, data)
         else:
             self._waiting.append(waiting)
@@ -479,7 +480,8 @@ class Recorder:
     def value_and_grad(self, loss_fn: Callable, *, one_program: bool = False, **options: Any) -> Callable[..., Result]:
         """`jax_backend.value_and_grad`, which at dense steps also records the interior: full parameters as each rank's forward
         sees them, activations of modules (`jax_backend.activations`), and each rank's own gradients. Several calls before `step`
-        are microbatches of one step. Requires ShardedParams.
+        are microbatches of one step: if each of them reduces its gradients, the ranks' own are recorded only where `step` gets
+        the sum or the mean of the calls' gradients. Requires ShardedParams.
 
         [Note: a recorded step has the bits of one that is not] What a program also returns may change the rounding of the rest:
         XLA may make one fused multiply-add of a product and a sum, unless the product is a result too. So the step always returns
@@ -522,7 +524,8 @@ class Recorder:
             if self.is_dense():
                 inside = result if one_program else dense(*args, **kwargs)
                 self._interiors.append(inside.aux[1])
-                self._local_grads = inside.local_grads if options.get("reduces", True) else None
+                if options.get("reduces", True):
+                    self._reduced.append((inside.local_grads, result.grads))
             return result._replace(aux=result.aux[0]) if one_program else result
 
         return step
@@ -569,6 +572,35 @@ class Recorder:
         while len(self._waiting) > most:
             oldest = self._waiting.pop(0)
             self._writers.write(oldest.step, self._data_of(oldest))
+
+
+def _combined(calls: Sequence[tuple[LocalGrads, ShardedParams]], grads: Any) -> LocalGrads | None:
+    """Each rank's own gradients at a step, combined as the loop combines the reduced ones; None if it does so in another way.
+
+    Args:
+        calls: each rank's own gradients and the reduced ones of every call that reduces them.
+        grads: those that the loop passed to `step`: of one call these are known whatever it did to them, such as clipping. Of
+            several they have to be their mean or their sum.
+    """
+    if len(calls) < 2:
+        return calls[0][0] if calls else None
+    own, total = (functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), each) for each in zip(*calls, strict=True))
+    if jax.tree.structure(grads) != jax.tree.structure(total):
+        return None
+    for factor in (1 / len(calls), 1.0):
+        if _are_near(grads, jax.tree.map(lambda value, by=factor: by * value, total)):
+            return jax.tree.map(lambda value, by=factor: by * value, own)
+    return None
+
+
+def _are_near(a: Any, b: Any) -> bool:
+    """Whether two trees of arrays are equal up to rounding of their dtypes."""
+    units = [float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(a)]
+    return _norm(jax.tree.map(jnp.subtract, a, b)) <= max(1e-4, 4 * max(units, default=0.0)) * _norm(b)
+
+
+def _norm(tree: Any) -> float:
+    return math.sqrt(sum(leaf.size * float(mean_square(leaf)) for leaf in jax.tree.leaves(tree) if leaf.size))
 
 
 def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:

@@ -147,6 +147,39 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
     assert {event.microbatch for event in events if event.kind == "reduce_scatter"} == {1}
 
 
+@pytest.mark.parametrize(
+    ("weights", "factors"),
+    [
+        pytest.param((1.0, 1.0), (1.0, 1.0), id="sum"),
+        pytest.param((0.5, 0.5), (0.5, 0.5), id="mean"),
+        pytest.param((0.7, 0.3), None, id="other weights"),
+    ],
+)
+def test_gradients_of_ranks_are_combined_as_the_loop_combines_calls(tmp_path, weights, factors):
+    sharded, batches = sharded_small(), [small_batch(8, seed=seed) for seed in (0, 1)]
+    with Recorder(tmp_path / "r", sharded, **(TOLD | {"steps": 1})) as recorder:
+        step = recorder.value_and_grad(small_loss)
+        results = [step(sharded, batch) for batch in batches]
+        grads = jax.tree.map(
+            lambda *each: sum(w * g for w, g in zip(weights, each, strict=True)), *(r.grads for r in results)
+        )
+        recorder.step(loss=results[0].loss, params=sharded, grads=grads)
+    found = Recording.open(tmp_path / "r")
+    for rank in (0, 1):
+        own = [
+            canonical(
+                jax.grad(small_loss)(small_params(), jax.tree.map(lambda leaf, at=4 * rank: leaf[at : at + 4], batch))
+            )
+            for batch in batches
+        ]
+        for name in own[0]:
+            if factors is None:
+                assert not found.has("backward", 0, name)
+            else:
+                expected = sum(factor * grads[name] for factor, grads in zip(factors, own, strict=True))
+                assert distance(found.local(0, rank, name), expected) <= 1e-12 * norm(expected)
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_an_observed_loss_returns_its_interior_as_aux(has_state, has_aux):
