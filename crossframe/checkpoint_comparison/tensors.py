@@ -128,7 +128,7 @@ def _of_dtypes(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     dtype = numpy_dtype(coarse)
     pair = f"{a.dtype.name} in {labels[0]}, {b.dtype.name} in {labels[1]}"
     x, y = a.astype(dtype), b.astype(dtype)
-    if _same_bits(x, y) or np.array_equal(x, y, equal_nan=True):
+    if np.array_equal(x, y, equal_nan=True):
         return _made(name, Kind.CAST, f"{name!r} is {pair}; after a cast to {coarse} every element is equal")
     fine, short = (a, b) if b.dtype == dtype else (b, a)
     if fine.dtype == np.float32 and coarse == "bfloat16":
@@ -145,6 +145,9 @@ def _of_values(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     if (bad := [int(np.count_nonzero(~np.isfinite(each))) for each in (a, b)])[0] != bad[1]:
         text = f"{name!r} has {bad[0]} elements that are not finite in {labels[0]}, {bad[1]} in {labels[1]}"
         return _made(name, Kind.NOT_FINITE, text)
+    same_not_finite = np.array_equal(
+        *(np.where(np.isfinite(each), np.zeros_like(each), each) for each in (a, b)), equal_nan=True
+    )
     finite = np.isfinite(a) & np.isfinite(b)
     x, y = (np.where(finite, each, 0).astype(np.float64) for each in (a, b))
     size, away = float(np.linalg.norm(x)), np.abs(x - y)
@@ -153,15 +156,18 @@ def _of_values(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     # Neighbours in a dtype lie at most 2u apart, relative to the larger.
     units = float(np.max(away / np.maximum(2 * u * np.maximum(np.abs(x), np.abs(y)), np.finfo(np.float64).tiny)))
     about = f"by {difference:.1e} of its norm, at most {units:.3g} units in the last place of {a.dtype.name}"
-    if units <= 1:
+    if same_not_finite and units <= 1:
         return _made(name, Kind.ROUNDING, f"{name!r} differs {about}, which is one rounding", difference)
-    if bounds.decisive and difference <= bounds.parameter:
+    if same_not_finite and bounds.decisive and difference <= bounds.parameter:
         text = f"{name!r} differs {about}, within {bounds.parameter:.1e}, the bound of rounding in a training run"
         return _made(name, Kind.ROUNDING, text, difference)
     if a.ndim == 2 and a.shape[0] == a.shape[1] and np.array_equal(a, b.T, equal_nan=True):
         return _made(name, Kind.TRANSPOSED, f"{name!r} is transposed", difference)
     if a.size > 1 and np.array_equal(np.sort(a, None), np.sort(b, None), equal_nan=True):
         return _made(name, Kind.PERMUTED, f"{name!r} has the same elements in another order", difference)
+    if not same_not_finite:
+        text = f"{name!r} has elements that are not finite, {bad[0]} in both, in other places or with other values"
+        return _made(name, Kind.NOT_FINITE, text)
     for label, zero, other in ((labels[0], x, y), (labels[1], y, x)):
         differs = zero != other
         if not np.any(zero[differs]):
