@@ -1,16 +1,21 @@
 """The ranking of differences, the ranks that differ, and what is collected."""
 
+import hashlib
 import io
 import json
 import os
 import subprocess
+import sys
+import tomllib
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from crossframe.environment import Effect, Environment, collect, differences, odd_ranks, read_environment
 from crossframe.environment.collect import variables_of
 from crossframe.environment.command import arguments_of
-from crossframe.environment.configuration import read_configuration
+from crossframe.environment.configuration import format_configuration, read_configuration
 from crossframe.environment.effects import ACCELERATOR, CPU, TABLE, row_of
 from crossframe.environment.facts import SECTIONS
 from crossframe.errors import RecordingError, UsageError
@@ -179,6 +184,41 @@ def test_invalid_configurations_raise(tmp_path):
         read_configuration(tmp_path / "b.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "a.conf",
+            "a.conf: expected a configuration file with one of the suffixes .json, .toml, .ini, .cfg, .yaml, .yml",
+        ),
+        ("a.yaml", "a.yaml: needs PyYAML: pip install pyyaml, or pass the configuration as JSON or TOML"),
+    ],
+)
+def test_configurations_without_a_parser_raise(tmp_path, monkeypatch, name, message):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / name).write_text("a: 1")
+    with pytest.raises(UsageError) as caught:
+        read_configuration(tmp_path / name)
+    assert str(caught.value) == f"{tmp_path}/{message}"
+
+
+def test_a_toml_file_states_dates_and_no_null():
+    at = datetime(2026, 1, 2, 3, 4, 5)
+    values = {"day": at.date(), "time": at.time(), "both": at}
+    assert tomllib.loads(format_configuration(values, ".toml")) == values
+    with pytest.raises(UsageError, match=r"^a TOML file cannot state None$"):
+        format_configuration({"a": None}, ".toml")
+
+
+@pytest.mark.parametrize(
+    "key", ["hub.password", "x_secret", "api-key", "APIKEY", "credential", "credentials", "passwd"]
+)
+def test_values_of_secret_keys_are_digests(tmp_path, key):
+    (tmp_path / "a.json").write_text(json.dumps({key: "s3cret", f"{key}_file": "path", f"{key}s3": 1}))
+    found = read_configuration(tmp_path / "a.json")
+    assert found == {key: "sha256 1ec1c26b50d5d3c5", f"{key}_file": "path", f"{key}s3": 1}
+
+
 def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
@@ -203,6 +243,48 @@ def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "environment.json").write_bytes(found.to_bytes())
     assert read_environment(tmp_path, 3) == found and read_environment(tmp_path, 0) is None
+
+
+def test_sources_and_configurations_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    for name, content in (("gone.py", "x"), ("kept.py", "y"), ("bad.json", "{")):
+        (tmp_path / name).write_text(content)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for arguments in (["init", "-q"], ["add", "gone.py", "kept.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "gone.py").unlink()
+    monkeypatch.chdir(tmp_path)
+    too_long = "n" * 300 + ".json"
+    monkeypatch.setattr(
+        "sys.argv", [str(tmp_path / "train.py"), "--config=bad.json", too_long, "absent.json", "kept.py"]
+    )
+    found = collect({})
+    assert found["source"]["changed gone.py"] == "not readable" and "changed kept.py" not in found["source"]
+    assert found["configuration"] == {"bad.json: sha256": hashlib.sha256(b"{").hexdigest()[:16]}
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2",
+            "580.95.05",
+        ),
+        ("NVRM version: none", None),
+        (None, None),
+    ],
+)
+def test_the_version_of_the_driver_is_collected(monkeypatch, text, driver):
+    read = Path.read_text
+
+    def read_text(self, *arguments, **options):
+        if str(self) != "/proc/driver/nvidia/version":
+            return read(self, *arguments, **options)
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert collect({})["machine"].get("driver") == driver
 
 
 def test_git_that_is_not_installed_is_no_error(tmp_path, monkeypatch):
@@ -257,6 +339,22 @@ def test_a_module_of_another_class_may_compute_the_same():
     one, other = ({"modules": {"norm": f"{name}((8,), eps=1e-05)"}} for name in ("LayerNorm", "NormByHand"))
     (found,) = differences(Environment(one), Environment(other))
     assert (found.effect, found.reason) == (Effect.POSSIBLY, "the module is of another class")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("N((8,), eps=1e-05, x=1)", "N((8,), eps=1e-06, x=1)", ("N(eps=1e-05)", "N(eps=1e-06)")),
+        ("N((8,), eps=1)", "M((8,), eps=2)", None),
+        ("N(8, eps=1)", "N(8, eps=2, x=1)", None),
+        ("N(8) + a", "N(9) + b", None),
+        ("N((8, 4), x=1)", "N((8, 5), x=1)", ("N((8, 4))", "N((8, 5))")),
+    ],
+)
+def test_modules_of_one_class_are_named_by_the_options_that_differ(one, other, expected):
+    (found,) = differences(*(Environment({"modules": {"norm": text}}) for text in (one, other)))
+    x, y = expected or (one, other)
+    assert found.describe(("p", "q")) == f"module 'norm' differs: {x} in p, {y} in q"
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"])

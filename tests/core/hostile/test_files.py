@@ -1,7 +1,10 @@
 """Whatever stands in a folder, its loaders end with a result or with an error of the project's own that says where, soon, in
 bounded memory, and nothing is deleted."""
 
+import errno
+import fcntl
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossframe import files
 from crossframe.checkpoint import MODEL, CheckpointError, read
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import BLOCK, MOST_DIGITS, MOST_VALUES, FileError, VerifiedFile, open_regular, parse_json
@@ -75,6 +79,43 @@ def test_changed_bytes_are_read_or_refused(name, data, right, tmp_path_factory):
             assert len(str(error)) <= hostile.LONGEST_MESSAGE and "wrong" in str(error)
     assert sorted(path.rglob("*")) == before
     shutil.rmtree(path.parent)
+
+
+def test_a_long_message_keeps_its_begin_and_its_end():
+    whole = "b" * 1000 + "e" * 1000
+    assert str(CrossframeError(whole)) == whole
+    assert str(CrossframeError(whole + "d")) == "b" * 1000 + "e" * 333 + " [...] " + "e" * 658 + "d"
+    assert CrossframeError(3 * whole, 1).args == (3 * whole, 1)
+
+
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    """Reads that end early, and reads that fail."""
+
+    class Failing(io.BytesIO):
+        def read(self, size=-1):
+            if self.tell() >= 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(min(size, 2))
+
+    def opened(path, most_bytes=None):
+        return Failing(b"123456"), length
+
+    monkeypatch.setattr(files, "open_regular", opened)
+    length = 4
+    assert files.read_bytes("f", 9) == b"1234"
+    length = 5
+    with pytest.raises(FileError, match=r"^f: cannot be read \(Input/output error\)$"):
+        files.read_bytes("f", 9)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.ENOLCK, True), (errno.EWOULDBLOCK, False)])
+def test_a_folder_on_a_disk_without_locks_counts_as_locked(tmp_path, monkeypatch, number, expected):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with files.folder_lock(tmp_path) as held:
+        assert held is expected
 
 
 def test_a_file_that_changes_after_it_was_verified_is_refused(tmp_path):

@@ -1,8 +1,12 @@
 """Checkpoints on disk: any layout into any other, and every damage found before anything is given out."""
 
+import errno
+import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +27,11 @@ from crossframe.checkpoint import (
     state_layout,
     write_rank,
 )
-from crossframe.checkpoint.index import unit_from_json, unit_to_json
+from crossframe.checkpoint.index import digest_of, unit_from_json, unit_to_json
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
+from crossframe.tensor_file import MOST_DIMS
 from tests.core.helpers.checkpoints import PARAMS, line_of, made, written
 
 
@@ -83,6 +88,48 @@ def test_what_was_damaged_is_refused_by_name(tmp_path):
     assert "index.json: has other content" in damaged("renamed", change)
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
         read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": True}, "'world_size': expected int, got True"),
+        ({"about": None}, "'about': expected dict, got None"),
+        ({"world_size": 0}, "'world_size': expected 1 to 131072 ranks, got 0"),
+        ({"world_size": 131073}, "'world_size': expected 1 to 131072 ranks, got 131073"),
+        ({"sections": {}}, "'sections': expected at least one, got none"),
+        ({"files": {}}, "'files': expected one for each of 2 ranks, got []"),
+        ({"files": {"bytes": -1}}, "'files': rank00000.safetensors: expected its size and its sha256, got "),
+        ({"files": {"sha256": "0" * 63}}, "'files': rank00000.safetensors: expected its size and its sha256, got "),
+        ({"values": {"n": ["int32"]}}, "value 'n': expected its dtype and shape, got ['int32']"),
+        ({"values": {"n": ["object", []]}}, "value 'n': expected its dtype and shape, got ['object', []]"),
+        ({"values": {"n": ["int32", 3]}}, "value 'n': expected its dtype and shape, got ['int32', 3]"),
+        (
+            {"values": {"n": ["int32", [1] * (MOST_DIMS + 1)]}},
+            "value 'n': expected its dtype and shape, got ['int32', [1, 1",
+        ),
+        ({"values": {"n": ["int32", [-1]]}}, "value 'n': expected a shape, got [-1]"),
+        ({"values": {"n": ["int32", [True]]}}, "value 'n': expected a shape, got [True]"),
+        ({"values": {"n": ["int32", [2**62, 2]]}}, "value 'n': expected a shape, got [4611686018427387904, 2]"),
+    ],
+)
+def test_a_field_of_the_index_that_is_invalid_is_named(tmp_path, change, message):
+    path = saved(tmp_path / "c", made("flat", 2))
+    content = json.loads((path / "index.json").read_text())["content"]
+    if file := change.get("files"):
+        change = {"files": {name: fields | file for name, fields in content["files"].items()}}
+    content |= change
+    (path / "index.json").write_text(json.dumps({"content": content, "sha256": digest_of(content)}))
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert f"c/index.json: {message}" in str(caught.value) and str(caught.value).endswith("; restore it from a copy")
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "bfloat16"])
+def test_values_of_every_dtype_and_of_the_most_dims_are_read(tmp_path, dtype):
+    value = np.ones((1,) * MOST_DIMS, dtype)
+    found = read(saved(tmp_path / "c", made("flat", 1), {"n": value})).value("n")
+    assert (found.dtype, found.shape) == (value.dtype, value.shape) and found.tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +228,28 @@ except CheckpointError as error:
         for piece in held:
             run = slice(piece.shard_start, piece.shard_stop)
             np.testing.assert_array_equal(line[run], expected[run] + np.array(winner, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EEXIST, "expected nothing there, but another job has saved under this name"),
+        (errno.ENOTEMPTY, "expected nothing there, but another job has saved under this name"),
+        (errno.ENOTDIR, "expected nothing there, but another job has saved under this name"),
+        (errno.EISDIR, "expected nothing there, but another job has saved under this name"),
+        (errno.ENOSPC, r"cannot be written \(No space left on device\)"),
+    ],
+)
+def test_a_name_that_is_taken_as_it_is_given_is_no_fault_of_the_disk(tmp_path, monkeypatch, number, expected):
+    sharding, path = made("flat", 1), tmp_path / "c"
+    token = written(path, sharding)
+
+    def refused(self, target):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match=expected):
+        finish(path, token, {MODEL: sharding})
 
 
 def test_nothing_that_is_not_a_checkpoints_is_deleted(tmp_path):
