@@ -10,7 +10,9 @@ from crossframe.errors import RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
-from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording, event_format
+from crossframe.recording.sketch import sketches_of
+from crossframe.recording.writer import SilentWriter
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import edit_events
 
@@ -126,6 +128,9 @@ def test_a_rank_that_is_missing(directory):
         ('"start": 0', '"start": -1', r"expected a range of the 12 elements of 'embed', got -1:"),
         ('"stop": 8, "dtype": "float64"', '"stop": 8, "dtype": "object"', r"unknown dtype 'object'"),
         ('"kind": "all_gather"', '"sort": "all_gather"', r"field 'kind' of a collective: expected str, got None"),
+        ('"num_bytes": ', '"num_bytes": -', r"line \d+: expected bytes and ranks as ints of at least 0, got \{'kind'"),
+        ('"group": [0, ', '"group": [0, -', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
+        ('"group": [0, ', '"group": [0.0, ', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
         ('{"event": "step", "step": 0,', '{"event": "step", "step": 1,', r"expected step 0 of 3, got 1"),
         ('{"event": "end", "steps": 3,', '{"event": "end", "steps": 4,', r"expected the end after 3 whole steps"),
         ('"manifest": "', '"manifest": "0', r"written by another manifest"),
@@ -178,12 +183,50 @@ def test_tensors_that_were_changed(directory):
         Recording.open(directory).full("update", 1, "block.w")
 
 
-def test_a_tensor_that_stands_twice(directory):
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ("tensor", "'parameters' of 'embed'"),
+        ("count", "the count of 'embed'"),
+        ("activation", "the input of 'block'"),
+    ],
+)
+def test_a_line_that_stands_twice(directory, event, what):
     path = directory / "rank00000" / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    i = next(i for i, line in enumerate(lines) if '"tensor"' in line)
+    i = next(i for i, line in enumerate(lines) if f'"{event}"' in line)
     path.write_text("".join([*lines[:i], lines[i], *lines[i:]]))
-    refused("occurs twice in step 0", directory)
+    refused(f"line {i + 2}: {what} occurs twice in step 0; record again", directory)
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        (
+            ("forward", "", "block", "gradient"),
+            "expected the phase of a tensor or an activation, got 'forward'; record again",
+        ),
+        (("loss", "", "block", "output"), "expected the phase of a tensor or an activation, got 'loss'; record again"),
+        (("reduce", "block", "block.v", "reduced_grad"), "the manifest has no parameter 'block.v'"),
+    ],
+)
+def test_a_disagreement_about_what_no_rank_records(directory, place, match):
+    phase, unit, name, use = place
+    fields = event_format.place(0, 0, "reduce", use, unit=unit, name=name) | {"phase": phase}
+    line = event_format.encode("disagreement", fields | {"difference": 0.5, "axis": "tp", "ranks": [1]})
+    edit_events(directory, '{"event": "step", "step": 0', line + '{"event": "step", "step": 0')
+    refused(match, directory)
+
+
+def test_a_line_and_a_file_that_are_longer_than_any(directory, monkeypatch):
+    size = (directory / "rank00000" / "events.jsonl").stat().st_size
+    monkeypatch.setattr("crossframe.recording.event_index.LARGEST_EVENTS", size - 1)
+    refused(
+        f"expected at most {size - 1} bytes, got {size}; copy the recording again, or record the run again", directory
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr("crossframe.recording.event_index.LONGEST_LINE", 50)
+    refused("line 1: expected a line of at most 50 bytes; damaged, record again", directory)
 
 
 def test_tensors_that_are_cut_off_or_missing(directory):
@@ -352,6 +395,84 @@ def test_a_writer_of_another_run_or_rank(tmp_path, directory):
 def test_what_a_writer_refuses(writer, call, match):
     with pytest.raises(ValueError, match=match):
         call(writer)
+
+
+def test_a_window_makes_steps_dense(tmp_path):
+    made = synthetic.manifest(steps=20, schedule=Schedule(dense=1, every=10))
+    create_recording(tmp_path, made)
+    writers = [RecordingWriter(tmp_path, made, 0), SilentWriter(tmp_path, made, 1)]
+    for writer in writers:
+        for wrong in (0, -1, True, 1.0):
+            with pytest.raises(
+                RecordingError, match=f"expected the end of a dense window after step 0, got {wrong!r}$"
+            ):
+                writer.open_window(wrong)
+        writer.open_window(4)
+        writer.open_window(2)  # the longer one stays
+        assert [step for step in range(20) if writer.is_dense(step)] == [0, 1, 2, 3]
+        assert [step for step in range(20) if writer.records(step)] == [0, 1, 2, 3, 10, 19]
+    writers[0]._file.close()
+
+
+def test_a_silent_writer_writes_nothing(tmp_path):
+    made = synthetic.manifest()
+    create_recording(tmp_path, made)
+    with SilentWriter(tmp_path, made, 1) as writer:
+        writer.environment(b"{}")
+        writer.batch(0, synthetic.digest(""), [0])
+        writer.loss(0, 1.0)
+        writer.counts(0, {"none": 1.0})
+        writer.activation(0, 0, "block", "output", np.zeros(3))
+        writer.local_grads(0, "", {"embed": np.zeros((4, 3))})
+        writer.updated(0, "", {"embed": (0, 1, np.zeros(1))})
+        writer.end_step(0)
+        with pytest.raises(RecordingError, match="rank 1: expected the end of a dense window after step 1, got 1"):
+            writer.open_window(1)
+    writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_finished_writer_writes_one_end(tmp_path):
+    made = synthetic.manifest(1, steps=None)
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        with pytest.raises(
+            RecordingError, match="expected at least one whole steps, as the manifest says, but 0 ended"
+        ):
+            writer.finish()
+        writer.batch(0, synthetic.digest(""), [])
+        writer.loss(0, 1.0)
+        writer.end_step(0)
+        writer.finish()
+        writer.finish()
+    assert (tmp_path / "rank00000" / "events.jsonl").read_bytes().count(b'"end"') == 1
+    assert Recording.open(tmp_path).num_steps == 1
+
+
+def test_an_environment_is_written_once(writer):
+    writer.environment(b"{}")
+    assert (writer.folder / "environment.json").read_bytes() == b"{}"
+    with pytest.raises(
+        RecordingError, match=r"rank00000: rank 0, step 0: cannot be written \(File exists\); make space there, or"
+    ):
+        writer.environment(b"[]")
+    assert (writer.folder / "environment.json").read_bytes() == b"{}"
+
+
+def test_a_sketch_by_a_name_is_not_recorded(writer):
+    sketch = replace(sketches_of([np.zeros(12)])[0], seed="embed")
+    with pytest.raises(
+        RecordingError, match="rank 0: expected a sketch whose keys depend on no name, got one of 'embed'"
+    ):
+        writer.parameters(0, "", {"embed": (0, 12, sketch)})
+
+
+@pytest.mark.parametrize("slot", ["", "exp avg", 3, "a/b"])
+def test_a_name_of_an_optimizers_state_that_is_none(writer, slot):
+    with pytest.raises(
+        RecordingError, match=f"expected the name of an optimizer's state, such as 'exp_avg', got {slot!r}$"
+    ):
+        writer.state(0, "", slot, {"embed": (0, 1, np.zeros(1))})
 
 
 def test_a_step_off_the_schedule_holds_no_tensors(tmp_path):
