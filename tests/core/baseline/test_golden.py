@@ -8,9 +8,10 @@ import pytest
 from crossframe.baseline import condense
 from crossframe.cli.exit_status import FOUND
 from crossframe.errors import RecordingError, UsageError
-from crossframe.recording import Recording
+from crossframe.recording import Recording, RecordingWriter, create_recording
+from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.recording.golden_file import Golden
+from crossframe.recording.golden_file import Golden, GoldenStep
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
@@ -142,6 +143,112 @@ def test_a_cut_golden_raises(golden, tmp_path, size):
     (tmp_path / "bad.golden").write_bytes(golden.directory.read_bytes()[:size])
     with pytest.raises(RecordingError):
         Recording.open(tmp_path / "bad.golden")
+
+
+def test_a_golden_that_is_not_there_names_the_command(tmp_path):
+    path = tmp_path / "none.golden"
+    with pytest.raises(
+        RecordingError, match=r"none.golden: there is no such file; check the path, or record it with crossframe b"
+    ):
+        Golden.read(path)
+
+
+def test_a_golden_has_sketches_and_no_elements(golden):
+    step = GoldenStep(golden.directory, np.zeros((2, 3)))
+    assert step.rows(2).shape == (2, 3)
+    with pytest.raises(RecordingError, match=r"first.golden: expected 3 sketches, got 2; damaged$"):
+        step.rows(3)
+    with pytest.raises(
+        RecordingError, match=r"first.golden: a golden has sketches only, not the elements of 'reduce/block.w'$"
+    ):
+        golden.elements(0, replace(golden.ranges("reduce", 0, "block.w")[0], sketch=None, key="reduce/block.w"))
+
+
+def test_a_golden_without_the_steps_of_a_rank_is_damaged(golden):
+    whole = golden.golden
+    for cut in (
+        replace(whole, lines=whole.lines[:1], places=whole.places[:1]),
+        replace(whole, places=(whole.places[0], whole.places[1][:2])),
+        replace(whole, lines=(whole.lines[0], b"".join(whole.lines[1].splitlines(keepends=True)[:-1]))),
+    ):
+        with pytest.raises(
+            RecordingError, match=r"first.golden: damaged: not all steps of all ranks; restore the file$"
+        ):
+            Recording.of_golden(golden.directory, cut)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"made": made(steps=2)}, "expected 3 steps, got 2"),
+        (
+            {"tamper": synthetic.only("parameters", "block.w", lambda x: x * np.float32(1 + 2.0**-18))},
+            "begins with other values of 'block.w'",
+        ),
+    ],
+)
+def test_a_perturbed_run_that_is_another_run_is_refused(run, tmp_path, options, message):
+    other = synthetic.record(tmp_path / "other", **({"made": made()} | options))
+    with pytest.raises(
+        UsageError, match=rf"^perturbed run 2 of \S+first: {message}; seed everything that the run draws$"
+    ):
+        condense(run, [run.perturbed_runs()[0], other], most_bytes=20_000)
+
+
+def test_a_perturbed_run_with_other_batches_is_refused(run, tmp_path):
+    synthetic.write_run(tmp_path, made())
+    was = run.batch(1, 1).digest
+    synthetic.edit_events(tmp_path, was, was[::-1], rank=1)
+    with pytest.raises(
+        UsageError, match=r"perturbed run 1 of .*: the batch of rank 1 at step 1 is another one; seed everything"
+    ):
+        condense(run, [Recording.open(tmp_path)], most_bytes=20_000)
+
+
+def test_a_perturbed_run_may_begin_a_unit_in_the_last_place_away(run, tmp_path):
+    def nudged(phase, step, rank, name, array):
+        return np.nextafter(array, np.float32(np.inf)) if phase == "parameters" else array
+
+    runs = [synthetic.record(tmp_path / str(i), made(), tamper=nudged) for i in range(2)]
+    assert condense(run, runs, most_bytes=20_000).spread.num_runs == 2
+
+
+def test_a_golden_keeps_the_order_of_dims_and_what_model_ranks_disagree_about(tmp_path):
+    images = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+
+    def record(folder):
+        described = made(1, steps=1)
+        create_recording(folder, described)
+        with RecordingWriter(folder, described, 0) as writer:
+            writer.batch(0, synthetic.digest(""), [0, 1])
+            writer.loss(0, 1.0)
+            writer.grad_norm(0, 0.5)
+            writer.parameters(0, "block", {"block.w": (0, 15, np.ones(15, np.float32))})
+            writer.reduced_grads(0, "block", {"block.w": (0, 15, np.ones(15, np.float32))})
+            writer.activation(0, 0, "block", "output", images, order=Order.UNSTATED, operator="conv")
+            writer.activation(0, 0, "", "output", images)
+            writer.disagreement(0, "reduce", "block", "block.w", "", 0.25, "tp", (1, 3))
+            writer.end_step(0, (0.5, 0.25))
+        return Recording.open(folder)
+
+    run, *others = (record(tmp_path / name) for name in "abc")
+    condense(run, others, most_bytes=100_000).write(tmp_path / "x.golden")
+    golden = Recording.open(tmp_path / "x.golden")
+    assert golden.disagreements(1) == run.disagreements(1) and len(golden.disagreements(1)) == 1
+    assert (golden.grad_norm(0, 0), golden.learning_rates(0)) == (0.5, (0.5, 0.25))
+    of = [(0, 0, 0, module, "output") for module in ("block", "")]
+    assert [golden.activation_order(*each) for each in of] == [Order.UNSTATED, Order.TORCH]
+    assert [golden.activation_operator(*each) for each in of] == ["conv", ""]
+    assert golden.activation_shape(*of[0]) == (2, 5, 3)
+    view = golden.with_channels_first([("block", "output")])
+    num_sums = golden.golden.num_sums
+    for each, array in ((golden, images), (view, channels_first(images))):
+        expected = sketches_of([array])[0].folded(num_sums)
+        np.testing.assert_allclose(each.activation_sketch(*of[0]).sums, expected.sums, rtol=2e-7)
+    with pytest.raises(
+        RecordingError, match=r"the output of '' at step 0 has no sketch with channels first; record again"
+    ):
+        golden.with_channels_first([("", "output")]).activation_sketch(*of[1])
 
 
 def test_the_commands_record_and_compare_a_recording(run, tmp_path):

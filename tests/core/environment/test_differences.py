@@ -238,7 +238,12 @@ def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     assert {"commit", "file train.py", "changed c.json"} <= found["source"].keys()
     assert "changed train.py" not in found["source"]  # it ran, so its digest is stated already
     assert found["variables"]["NCCL_ALGO"] == "Ring" and "HOME" not in found["variables"]
-    assert found["packages"]["numpy"] and found["machine"]["python"] and found["random"]["numpy"]
+    assert found["packages"]["numpy"] and found["random"].keys() == {"python", "numpy"}
+    assert {"host", "python", "system", "kernel", "libc", "processor"} <= found["machine"].keys()
+    assert (
+        collect({}, {"jax": "x"}, {"": "Net()"}).sections.items() >= {"modules": {"": "Net()"}, "framework": {}}.items()
+    )
+    assert collect({}, {"jax": "x"})["random"]["jax"] == "x"
     folder = tmp_path / "rank00003"
     folder.mkdir()
     (folder / "environment.json").write_bytes(found.to_bytes())
@@ -255,7 +260,7 @@ def test_sources_and_configurations_that_cannot_be_read_are_named(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     too_long = "n" * 300 + ".json"
     monkeypatch.setattr(
-        "sys.argv", [str(tmp_path / "train.py"), "--config=bad.json", too_long, "absent.json", "kept.py"]
+        "sys.argv", [str(tmp_path / "train.py"), too_long, "--config=bad.json", "absent.json", "kept.py"]
     )
     found = collect({})
     assert found["source"]["changed gone.py"] == "not readable" and "changed kept.py" not in found["source"]
