@@ -8,7 +8,9 @@ import pytest
 
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
-from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording import Recording
+from crossframe.recording.event_format import encode, perturbed_run_folder, place
+from crossframe.recording.mapped_recording import mapped
 from crossframe.recording.sketch import WHOLE
 from crossframe.recording.unused_params import unused_params
 from crossframe.verdict import Verdict, compare, one_naming
@@ -184,6 +186,97 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path):
     # Of a map without some parameters these are named.
     found = compare(a, b, param_map=ParamMap(MAP.entries[1:]))
     assert found.verdict is Verdict.INCOMPARABLE and "'embed' is only in torch" in found.reason
+
+
+def test_a_view_states_units_settings_and_operators_in_the_other_names(tmp_path):
+    groups = [{"params": ["layer.kernel", "tok.table"], "lr": 0.5}, {"params": ["layer.shift"], "lr": 0.25}]
+    source = synthetic.record(tmp_path / "a", synthetic.manifest(2))
+    settings = {"param_groups": groups, "per_rank_statistics": ["layer", "elsewhere"]}
+    synthetic.edit_events(
+        translate(source, tmp_path / "b", PATHS, params=transposed, modules=MODULES, settings=settings).directory,
+        '"use": "output"',
+        '"use": "output", "operator": "dot_general"',
+    )
+    view = in_one_naming(source, Recording.open(tmp_path / "b"), MAP).b
+    assert view.units_in_source == {"": "", "block": ""}
+    assert view.manifest.settings == {
+        "param_groups": [{"params": ["embed", "block.w"], "lr": 0.5}, {"params": ["block.k_bias"], "lr": 0.25}],
+        "per_rank_statistics": ["block", "elsewhere"],
+    }
+    assert view.activations(0) == [(0, "block", "input"), (0, "block", "output"), (0, "", "output")]
+    operators = [view.activation_operator(0, rank, 0, "block", "output") for rank in (0, 1)]
+    assert operators == ["dot_general", ""]
+    assert view.count(1, "block.w") == 2.0 and view.state_slots(1, "block.w") == ("exp_avg",)
+    assert [view.is_sketched("reduce", 0, name) for name in PATHS] == [False] * 4
+    assert not view.has("reduce", 0, "embed", use="none") and view.first(2).num_steps == 2
+    # Of rearranged parameters a rank has the rows that a layout of the core assigns to it.
+    rows = {name: [(each.rank, each.start, each.stop) for each in view.ranges("update", 0, name)] for name in PATHS}
+    assert rows["embed"] == [(0, 0, 6), (1, 6, 12)] and rows["block.w"] == [(0, 0, 9), (1, 9, 15)]
+    assert [(each.rank, each.start, each.stop) for each in view.ranges("backward", 0, "embed")] == [
+        (0, 0, 12),
+        (1, 0, 12),
+    ]
+
+
+def test_a_view_has_the_disagreements_of_model_ranks_in_the_other_names(tmp_path):
+    a, b = pair(tmp_path)
+    places = [
+        ("reduce", "layer", "layer.kernel", "reduced_grad"),
+        ("forward", "layer", "layer", "output"),
+        ("forward", "dropped", "dropped", "output"),
+    ]
+    lines = "".join(
+        encode(
+            "disagreement",
+            place(0, 0, phase, use, unit="", name=name) | {"difference": 0.5, "axis": "tp", "ranks": [1]},
+        )
+        for phase, _, name, use in places
+    )
+    step = '{"event": "step", "step": 0'
+    synthetic.edit_events(b.directory, step, lines + step)
+    found = in_one_naming(a, Recording.open(b.directory), MAP).b.disagreements(3)
+    assert [(each.phase, each.unit, each.name, each.use) for each in found] == [
+        ("forward", "", "block", "output"),
+        ("forward", "", "dropped", "output"),
+        ("reduce", "block", "block.w", "reduced_grad"),
+    ]
+
+
+def test_a_joined_parameter_without_some_gradients_has_zeros_there(tmp_path):
+    """As a gradient of None is."""
+    source = synthetic.record(tmp_path / "a", synthetic.manifest(2))
+    joined = ParamMap((MapEntry("both", ("bias", "block.k_bias")),))
+    for rank, phases in enumerate((["backward"], ["backward", "reduce"])):  # rank 0 has no piece of it
+        lines = (source.directory / f"rank{rank:05d}" / "events.jsonl").read_text().splitlines(keepends=True)
+        for phase in phases:
+            line = next(each for each in lines if f'"{phase}"' in each and "k_bias" in each)
+            synthetic.edit_events(source.directory, line, "", rank=rank)
+    view = mapped(Recording.open(source.directory), joined, source.manifest, {})
+    for step, expected in ((0, np.zeros(3)), (1, source.full("reduce", 1, "block.k_bias"))):
+        found = view.full("reduce", step, "both")
+        np.testing.assert_array_equal(found, [*source.full("reduce", step, "bias"), *expected])
+    for rank in (0, 1):
+        np.testing.assert_array_equal(view.local(0, rank, "both"), [*source.local(0, rank, "bias"), 0, 0, 0])
+    assert view.full("reduce", 0, "both").dtype == np.float64
+
+
+def test_a_view_refuses_unknown_paths_and_sketches_in_another_order(tmp_path, large):
+    source = synthetic.record(tmp_path / "a", replace(large, detail="sketch"))
+    unknown = ParamMap(tuple(MapEntry(f"x.{i}", f"y.{i}") for i in range(5)))
+    with pytest.raises(MappingError) as caught:
+        mapped(source, unknown, large, {})
+    assert str(caught.value) == (
+        f"{source.directory}: the map has paths that are no parameters of this recording: ['y.0', 'y.1', 'y.2', 'y.3']; expected "
+        "names such as ['embed', 'bias', 'block.w', 'block.k_bias']"
+    )
+    view = mapped(source, ParamMap((MapEntry("embed", "embed", "a b -> b a"), MapEntry("shift", "bias"))), large, {})
+    assert view.recorded_steps() == ()
+    with pytest.raises(
+        RecordingError, match=r"a: 'embed' was recorded as a sketch, .*; record again in full \(--detail full"
+    ):
+        view.sketch("reduce", 0, "embed")
+    with pytest.raises(RecordingError, match="a: 'embed' was recorded as a sketch"):
+        view.sketch_of(0, "embed", source.ranges("reduce", 0, "embed")[0])
 
 
 @pytest.fixture
