@@ -91,6 +91,11 @@ class MapEntry:
         return self._rearrangement is not None and self._rearrangement.selects
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether the parameter has the elements of its only path in the same order, in any shape."""
+        return len(self.paths) == 1 and (self._rearrangement is None or self._rearrangement.is_reshape)
+
+    @property
     def pads(self) -> bool:
         """Whether the parameter has padding that no path has."""
         return self._rearrangement is not None and self._rearrangement.pads

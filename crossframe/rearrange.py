@@ -81,6 +81,21 @@ class Rearrangement:
         names = "abcdefghijklmnopqrstuvwxyz"[: len(axes)]
         return cls(f"{' '.join(names)} -> {' '.join(names[i] for i in axes)}")
 
+    @classmethod
+    def with_ones(cls, before: tuple[int, ...], after: tuple[int, ...]) -> "Rearrangement | None":
+        """The rearrangement that only adds or removes dims of size 1; None if the shapes differ otherwise.
+
+        >>> Rearrangement.with_ones((3, 4), (1, 3, 4)).text
+        'a b -> 1 a b'
+        """
+        if [size for size in before if size != 1] != [size for size in after if size != 1]:
+            return None
+        sides = []
+        for shape in (before, after):
+            names = iter("abcdefghijklmnopqrstuvwxyz")
+            sides.append(" ".join("1" if size == 1 else next(names) for size in shape))
+        return cls(" -> ".join(sides))
+
     @property
     def left(self) -> Side:
         """The axes in each dim before it."""
@@ -115,6 +130,13 @@ class Rearrangement:
     def is_identity(self) -> bool:
         """Whether it changes nothing."""
         return self.axes == tuple(range(len(self.left)))
+
+    @property
+    def is_reshape(self) -> bool:
+        """Whether it keeps all elements in their order."""
+        parsed = self._parsed
+        names = [[name for dim in side for name in dim] for side in (parsed.left, parsed.right)]
+        return names[0] == names[1] and not (parsed.cuts or parsed.pads or parsed.joint)
 
     @cached_property
     def inverse(self) -> "Rearrangement":

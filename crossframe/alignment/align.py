@@ -9,7 +9,7 @@ are aligned. Where a fault may have changed the gradients, the order in which mo
 gradients, then equal names (`equal_values`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from crossframe.alignment.equal_values import (
@@ -80,6 +80,7 @@ def align(
     *,
     may_differ: bool = False,
     uses: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    same: Set[str] = frozenset(),
 ) -> Alignment:
     """Find the parameters of the second model for each of the first one.
 
@@ -90,6 +91,7 @@ def align(
         may_differ: whether a fault may have changed the gradients. Parameters that they do not tell apart are then those that are
             used after the same ones, whose gradients are the most similar, or that have equal names in corresponding modules.
         uses: the modules of both models in the order in which they are first used, as far as it is known.
+        same: names of parameters that have the same name in both models, of which the order of dims alone is to be found.
 
     If the dtypes of parameters differ, all are compared in the coarsest one.
 
@@ -99,10 +101,10 @@ def align(
     if not first or not second:
         raise MappingError("expected parameters in both models")
     if isinstance(next(iter(first.values())), Summary):
-        return _aligned(Matching(first, second, gradients or ({}, {}), may_differ=may_differ, uses=uses))
+        return _aligned(Matching(first, second, gradients or ({}, {}), may_differ=may_differ, uses=uses, same=same))
     dtype = coarser(*(array.dtype.name for side in (first, second) for array in side.values()))
     one, other = ({n: v.astype(numpy_dtype(dtype), copy=False) for n, v in side.items()} for side in (first, second))
-    return _aligned(Matching(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses))
+    return _aligned(Matching(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses, same=same))
 
 
 def align_either_way(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays]) -> tuple[Alignment, bool]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Matching:
         slices: where each slice lies in an array of the second model.
         open_varied: of both models, the parameters with several values that have no counterpart.
         summarized: whether there are summaries instead of arrays.
+        same: names of parameters that have the same name in both models, and are those of no other name.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Matching:
         *,
         may_differ: bool,
         uses: tuple[Sequence[str], Sequence[str]],
+        same: Set[str] = frozenset(),
     ) -> None:
         self.first: Arrays = first
         self.second: Arrays = second
-        self.gradients, self.may_differ = gradients, may_differ
+        self.gradients, self.may_differ, self.same = gradients, may_differ, same
         self.summarized = isinstance(next(iter(first.values())), Summary)
         self.entries: dict[str, MapEntry] = {}
         self.evidence: dict[str, str] = {}
@@ -68,10 +70,10 @@ class Matching:
 
     def groups(self) -> list[tuple[list[str], list[str]]]:
         """The names and paths of parameters with the same elements."""
-        groups: dict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        groups: dict[tuple[int, int, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
         for i, side in enumerate((self.first, self.second)):
             for name, array in side.items():
-                groups[self.signature(i, name), array.size][i].append(name)
+                groups[self.signature(i, name), array.size, name if name in self.same else ""][i].append(name)
         return [(names, paths) for names, paths in groups.values() if names and paths]
 
     def unstack(self) -> None:

@@ -99,14 +99,14 @@ class MappedRecording(Recording):
     def _paths(self, name: str) -> tuple[str, ...]:
         return self._map.by_name[name].paths
 
-    def _is_renamed(self, name: str) -> bool:
+    def _keeps_order(self, name: str) -> bool:
         """Whether the parameter has the same elements in the same order."""
-        return _is_renaming(self._map.by_name[name])
+        return self._map.by_name[name].keeps_order
 
     def _keeps_sketches(self, name: str) -> bool:
         """Whether the sketches of a parameter are those of its elements in the view. Up to format 6 they depend on its name."""
         by_name = self.source.manifest.sketches_by_name
-        return self._is_renamed(name) and (not by_name or self._paths(name) == (name,))
+        return self._keeps_order(name) and (not by_name or self._paths(name) == (name,))
 
     def has(self, phase: str, step: int, name: str, rank: int | None = None, use: str = "") -> bool:
         return any(self.source.has(phase, step, path, rank, use) for path in self._paths(name))
@@ -117,7 +117,7 @@ class MappedRecording(Recording):
     def ranges(self, phase: str, step: int, name: str, use: str = "") -> list[ElementRange]:
         paths = self._paths(name)
         found = [part for path in paths for part in self.source.ranges(phase, step, path, use)]
-        is_whole = self._is_renamed(name) and (phase in WHOLE_ON_RANK or self.source.manifest.detail == SKETCH)
+        is_whole = self._keeps_order(name) and (phase in WHOLE_ON_RANK or self.source.manifest.detail == SKETCH)
         if is_whole or name in self._kept or not found:
             return found
         dtype, what = found[0].dtype, (phase, name, use)
@@ -143,8 +143,9 @@ class MappedRecording(Recording):
         return np.ascontiguousarray(whole).reshape(-1)[part.start : part.stop]
 
     def full(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> np.ndarray:
-        if self._is_renamed(name):
-            return self.source.full(phase, step, self._paths(name)[0], use=use, replica=replica)
+        if self._keeps_order(name):
+            array = self.source.full(phase, step, self._paths(name)[0], use=use, replica=replica)
+            return self._map.by_name[name].to_canonical(array)
         return self._rearranged(phase, step, name, use, replica * self.manifest.mesh.shard)
 
     def _rearranged(self, phase: str, step: int, name: str, use: str, rank: int) -> np.ndarray:

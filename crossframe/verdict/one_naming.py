@@ -1,18 +1,22 @@
 """Gives two recordings the same names, if their parameters have different ones.
 
 The names are those of torch, or of the first recording, or those of the other one if only these can be mapped. The map between
-the parameters is the user's, or else it is derived from the initial values of both recordings (`crossframe.alignment`).
+the parameters is the user's, or else it is derived from the initial values of both recordings (`crossframe.alignment`). It gives
+them the same shapes too: parameters with equal names may have further dims of size 1, or dims in another order.
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
-from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, match_activations, unlike_other_layers
+from crossframe.alignment import NAMES, SIMILAR, USE, Alignment, align, complete, match_activations, unlike_other_layers
 from crossframe.alignment.models import read_recordings
+from crossframe.alignment.solve import rearrangements
 from crossframe.errors import MappingError, RecordingError
-from crossframe.param_map import ParamMap
+from crossframe.param_map import MapEntry, ParamMap
 from crossframe.quoting import quote, quote_error
+from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS
 from crossframe.recording.known_settings import NOT_RECORDED
@@ -75,17 +79,23 @@ def _without(recording: Recording, names: Collection[str]) -> Recording:
 
 def _by_names_or_values(a: Recording, b: Recording) -> OneNaming:
     ours, theirs = a.manifest.params.keys(), b.manifest.params.keys()
-    if ours <= theirs or theirs <= ours:
-        return OneNaming(a, b)
     shared = ours & theirs
-    are_few = 2 * len(shared) < min(len(ours), len(theirs))
+    are_same = ours <= theirs or theirs <= ours
+    are_few = not are_same and 2 * len(shared) < min(len(ours), len(theirs))
+    are_rearranged = not are_few and any(_is_rearranged(a, b, name) for name in shared)
     swapped = a.manifest.framework != "torch" == b.manifest.framework
+    if are_same and not are_rearranged:
+        is_reshaped = any(_ones_between(a, b, name) is not None for name in shared)
+        sides = (b, a) if swapped else (a, b)
+        return _viewed(*sides, ParamMap(()), swapped=swapped) if is_reshaped else OneNaming(a, b)
+    known = frozenset() if are_few or are_rearranged else shared
+    same = shared if are_rearranged else frozenset()
     problem, rearranged = "", ""
     # With the names of one model there may be no map where there is one with those of the other (`align_either_way`).
     for swaps in (swapped, not swapped):
         first, second = (b, a) if swaps else (a, b)
         try:
-            param_map, note = _derived(first, second, frozenset() if are_few else shared)
+            param_map, note = _derived(first, second, known, same)
         except MappingError as error:
             problem = problem or str(error)
         except RecordingError as error:
@@ -95,33 +105,53 @@ def _by_names_or_values(a: Recording, b: Recording) -> OneNaming:
             if not lost:
                 return _viewed(first, second, param_map, swapped=swaps, note=note)
             rearranged = rearranged or f"{note}, but {lost}"
-    is_golden = a.golden is not None or b.golden is not None
+    is_golden = not are_same and (a.golden is not None or b.golden is not None)
     return OneNaming(a, b, problem=rearranged or (problem if are_few or is_golden else ""))
 
 
-def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[ParamMap, str]:
-    """The map of the parameters that are not shared by name, and how they were matched, as a sentence.
+def _ones_between(first: Recording, second: Recording, name: str) -> MapEntry | None:
+    """The entry of a parameter of both recordings whose shapes differ in dims of size 1 alone; None if they do not."""
+    ours, theirs = (recording.manifest.params[name].shape for recording in (first, second))
+    form = Rearrangement.with_ones(theirs, ours) if ours != theirs else None
+    return None if form is None else MapEntry(name, name, form.text)
+
+
+def _is_rearranged(a: Recording, b: Recording, name: str) -> bool:
+    """Whether a parameter of both recordings has as many elements in another shape, other than by dims of size 1."""
+    ours, theirs = (recording.manifest.params[name] for recording in (a, b))
+    return ours.shape != theirs.shape and ours.numel == theirs.numel and _ones_between(a, b, name) is None
+
+
+def _derived(first: Recording, second: Recording, known: Set[str], same: Set[str]) -> tuple[ParamMap, str]:
+    """The map of the parameters, and how they were matched, as a sentence.
+
+    Args:
+        known: names of parameters that are the same in both recordings, which the map lacks.
+        same: names of parameters that have the same name in both recordings, and dims in another order.
 
     Raises:
         MappingError: not all of them are decided.
         RecordingError: a recording without values.
     """
     sides = [
-        [{name: array for name, array in arrays.items() if name not in shared} for arrays in model]
+        [{name: array for name, array in arrays.items() if name not in known} for arrays in model]
         for model in read_recordings(first, second)
     ]
     (values, gradients), (other_values, other_gradients) = sides
     uses = _modules_in_use(first), _modules_in_use(second)
-    found = align(values, other_values, (gradients, other_gradients), may_differ=True, uses=uses)
+    found = align(values, other_values, (gradients, other_gradients), may_differ=True, uses=uses, same=same)
     # Without shared names, a few parameters with other values are faults of one model.
-    param_map, added = (found.param_map, ()) if shared else complete(found, values, other_values)
+    param_map, added = (found.param_map, ()) if known else complete(found, values, other_values)
+    alone = [name for name in values if name in same and name not in param_map.by_name]
+    if entries := [entry for name in alone if (entry := _by_shape(first, second, found, name)) is not None]:
+        param_map, added = ParamMap((*param_map.entries, *entries)), (*added, *(entry.name for entry in entries))
     by = {
         text: [name for name, each in found.evidence.items() if each == evidence] for evidence, text in _WEAKER.items()
     }
     num, num_all = len(found.param_map.entries) - sum(map(len, by.values())), len(values)
     lacking = [
-        [name for name in side if name not in known]
-        for side, known in ((values, param_map.by_name), (other_values, param_map.by_path))
+        [name for name in side if name not in matched]
+        for side, matched in ((values, param_map.by_name), (other_values, param_map.by_path))
     ]
     idle = [unused_params(recording, side) for recording, side in zip((first, second), lacking, strict=True)]
     if any(len(unused) < len(side) for unused, side in zip(idle, lacking, strict=True)) or 2 * num < num_all:
@@ -134,17 +164,19 @@ def _derived(first: Recording, second: Recording, shared: Set[str]) -> tuple[Par
         raise MappingError(
             f"the parameters have different names, and their values match {num} of {num_all}; undecided are {open_ones}; {_HELP}"
         )
-    matched = f"{num} parameters with other names were matched by their values"
+    unchanged = [entry.name for entry in found.param_map.entries if entry == MapEntry(entry.name, entry.name)]
+    num -= sum(name in same and found.evidence[name] not in _WEAKER for name in unchanged)
+    text = f"{num} parameters with other names{' or shapes' if same else ''} were matched by their values"
     if num == 1:
-        matched = "1 parameter with another name was matched by its values"
+        text = f"1 parameter with another name{' or shape' if same else ''} was matched by its values"
     others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
-    for text, names in by.items():
-        others += f", {len(names)} with equal values by {text} ({_listed(names)})" if names else ""
+    for how, names in by.items():
+        others += f", {len(names)} with equal values by {how} ({_listed(names)})" if names else ""
     if odd := unlike_other_layers(param_map):
         others += (
             f"; unlike in other layers, {_listed(odd)} has the values of other paths, which may have been exchanged"
         )
-    return param_map, f"{matched}{others}; the names are those of {labels(first, second)[0]}; see crossframe map"
+    return param_map, f"{text}{others}; the names are those of {labels(first, second)[0]}; see crossframe map"
 
 
 _WEAKER = {USE: "their order of use", SIMILAR: "the direction of their gradients", NAMES: "their names"}
@@ -158,13 +190,23 @@ _FOR_GOLDENS = (
 )
 
 
+def _by_shape(first: Recording, second: Recording, found: Alignment, name: str) -> MapEntry | None:
+    """The entry of a parameter with the same name and other values, if its shapes allow only one order of dims."""
+    if any(name in each.names and name in each.paths for each in found.undecided):
+        return None  # the same values, in an order that is not known
+    ours, theirs = (recording.manifest.params[name].shape for recording in (first, second))
+    forms = list(itertools.islice(rearrangements(ours, theirs), 2))
+    if len(forms) != 1:
+        return None
+    return MapEntry(name, name, None if forms[0].is_identity else forms[0].text)
+
+
 def _rearranged_sketches(recording: Recording, param_map: ParamMap) -> str:
     """Why a view of a recording by this map could not be compared, as a clause; "" if it can be."""
     found = [
         entry
         for entry in param_map.entries
-        if (entry.pattern or len(entry.paths) > 1)
-        and any(recording.is_sketched(PARAMETERS, 0, path) for path in entry.paths)
+        if not entry.keeps_order and any(recording.is_sketched(PARAMETERS, 0, path) for path in entry.paths)
     ]
     if not found:
         return ""
@@ -200,8 +242,18 @@ def _by_map(a: Recording, b: Recording, param_map: ParamMap) -> OneNaming:
 _GIVEN = "the names are those of {}, by the given map"
 
 
-def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped: bool, note: str) -> OneNaming:
-    """Views in the names of the first recording, without padding and parameters without gradients that only one of them has."""
+def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped: bool, note: str = "") -> OneNaming:
+    """Views in the names and shapes of the first recording, without padding and parameters without gradients that only one of
+    them has."""
+    both = (name for name in second.manifest.params if name in first.manifest.params)
+    others = (name for name in both if name not in param_map.by_name and name not in param_map.by_path)
+    if reshaped := [entry for name in others if (entry := _ones_between(first, second, name)) is not None]:
+        text = (
+            f"{_listed([entry.name for entry in reshaped])}: the shapes differ in dims of size 1 alone, and those of "
+            f"{labels(first, second)[0]} are used"
+        )
+        note = f"{note}; {text}" if note else text
+        param_map = ParamMap((*param_map.entries, *reshaped))
     padded = [entry for entry in param_map.entries if entry.pads]
     if padded:
         own = ParamMap(tuple(entry.trimming(first.manifest.params[entry.name].shape) for entry in padded))

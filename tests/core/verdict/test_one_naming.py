@@ -8,6 +8,7 @@ import pytest
 
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
+from crossframe.params import ParamSpec
 from crossframe.recording import Recording
 from crossframe.recording.event_format import encode, perturbed_run_folder, place
 from crossframe.recording.mapped_recording import mapped
@@ -66,7 +67,8 @@ def test_each_recording_keeps_its_side(tmp_path, given):
 def test_recordings_are_not_mapped_if_one_has_all_names_of_the_other(tmp_path):
     class Named:
         def __init__(self, *names):
-            self.manifest = SimpleNamespace(params=dict.fromkeys(names), settings={})
+            params = {name: ParamSpec(name, (2,), "float32") for name in names}
+            self.manifest = SimpleNamespace(params=params, settings={}, framework="torch")
 
     few, many = Named("a"), Named("a", "b")
     assert in_one_naming(few, many) == OneNaming(few, many) and in_one_naming(many, few) == OneNaming(many, few)
@@ -76,10 +78,10 @@ def test_names_are_those_of_the_other_recording_if_only_these_can_be_mapped(tmp_
     a, b = pair(tmp_path)
     derived = one_naming._derived
 
-    def only_of_b(first, second, shared):
+    def only_of_b(first, second, *names):
         if first.manifest.framework == "torch":
             raise MappingError("undecided")
-        return derived(first, second, shared)
+        return derived(first, second, *names)
 
     monkeypatch.setattr(one_naming, "_derived", only_of_b)
     for order in ((a, b), (b, a)):
@@ -103,6 +105,98 @@ def test_a_few_other_names_are_matched_among_themselves(tmp_path):
     )
     found = compare(a, translate(source, tmp_path / "d", few))
     assert found.verdict is Verdict.INCOMPARABLE and "'block.w' is only in torch" in found.reason
+
+
+SAME = {name: name for name in PATHS}
+
+
+def with_ones(name, array):
+    return array.reshape(1, 5, 1, 3) if name == "block.w" else array
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shapes_that_differ_in_dims_of_size_one_are_compared(tmp_path, world_size):
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(world_size))
+    b = translate(a, tmp_path / "b", SAME, params=with_ones)
+    for order in ((a, b), (b, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert "block.w: the shapes differ in dims of size 1 alone, and those of torch" in found.notes[0]
+        assert {each.name for each in found.judged if each.phase == "update"} == set(SAME)
+    views = in_one_naming(a, b)
+    assert all(np.array_equal(*(view.full("update", 1, name) for view in (views.a, views.b))) for name in SAME)
+    fault = synthetic.only("reduce", "block.w", lambda array: array * 1.5, rank=0)
+    source = synthetic.record(tmp_path / "source", synthetic.manifest(world_size), tamper=fault)
+    where = compare(a, translate(source, tmp_path / "wrong", SAME, params=with_ones)).first_divergence
+    assert where is not None and (where.phase, where.parameter) == ("reduce", "block.w")
+
+
+def test_dims_of_size_one_do_not_prevent_a_comparison_by_values(tmp_path):
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(2))
+    b = translate(a, tmp_path / "b", SAME | {"embed": "table"}, params=with_ones)
+    found = compare(a, b)
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert "1 parameter with another name was matched" in found.notes[0] and "block.w: the shapes" in found.notes[0]
+
+
+@pytest.fixture
+def square(monkeypatch):
+    """A manifest with a square matrix in each of two blocks."""
+    units = {
+        "": {"embed": (4, 3), "bias": (3,)},
+        **{f"h.{i}": {f"h.{i}.w": (5, 3), f"h.{i}.s": (4, 4), f"h.{i}.b": (4,)} for i in range(2)},
+    }
+    monkeypatch.setattr(synthetic, "UNITS", units)
+    monkeypatch.setattr(synthetic, "SHAPES", {name: shape for unit in units.values() for name, shape in unit.items()})
+    return synthetic.manifest(1, param_map=identity_map(synthetic.SHAPES))
+
+
+def transposed_under_equal_names(folder, made, tamper=None):
+    """A recording, and one with equal names and transposed matrices, but for `embed`."""
+    names = {name: name for name in synthetic.SHAPES}
+    a = synthetic.record(folder / "a", made)
+    source = a if tamper is None else synthetic.record(folder / "source", made, tamper=tamper)
+    change = lambda name, array: array.T if name[-1] in "ws" else array  # noqa: E731
+    return a, translate(source, folder / "b", names, params=change)
+
+
+def test_equal_names_with_transposed_matrices_are_matched_by_values(tmp_path, square):
+    a, b = transposed_under_equal_names(tmp_path, square)
+    for order in ((a, b), (b, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert "4 parameters with other names or shapes were matched by their values" in found.notes[0]
+        assert {each.name for each in found.judged if each.phase == "update"} == set(synthetic.SHAPES)
+
+
+@pytest.mark.parametrize("name", ["h.0.w", "h.1.s", "embed"])
+def test_a_wrong_value_under_an_equal_name_is_located(tmp_path, square, name):
+    wrong = synthetic.only("parameters", name, lambda array: array + 1)
+    found = compare(*transposed_under_equal_names(tmp_path, square, wrong))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and (where.phase, where.parameter) == ("parameters", name), found.reason
+    assert f"1 by their place since their values differ or are equal ({name})" in found.notes[0]
+
+
+def test_exchanged_parameters_with_equal_names_are_a_bug(tmp_path, square):
+    def exchanged(phase, step, rank, name, array):
+        other = {"h.0.w": "h.1.w", "h.1.w": "h.0.w"}.get(name)
+        return synthetic.initial(other, "float64") if other and phase == "parameters" else array
+
+    found = compare(*transposed_under_equal_names(tmp_path, square, exchanged))
+    assert found.verdict is Verdict.BUG and found.first_divergence.parameter == "h.0.w", found.reason
+
+
+def test_square_matrices_whose_dims_nothing_orders_are_incomparable(tmp_path, square):
+    wrong = lambda phase, step, rank, name, array: array + (phase == "parameters" and name[-1] == "s")  # noqa: E731
+    found = compare(*transposed_under_equal_names(tmp_path, square, wrong))
+    assert found.verdict is Verdict.INCOMPARABLE and "'h.0.w' has shape (5, 3) in torch" in found.reason
+
+
+def test_equal_names_with_other_values_and_shapes_are_incomparable(tmp_path, square):
+    found = compare(*transposed_under_equal_names(tmp_path, square, lambda *args: args[-1] + 1))
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert "parameter 'h.0.w' has shape (5, 3) in torch, (3, 5) in jax" in found.reason
 
 
 def test_a_fault_is_located_by_the_names_of_torch(tmp_path):
@@ -308,6 +402,18 @@ def test_sketches_of_other_names_are_compared(tmp_path, large):
     found = compare(a, wrong)
     assert found.verdict is Verdict.BUG and found.first_divergence.parameter == "embed"
     assert found.first_divergence.phase == "reduce"
+
+
+@pytest.mark.parametrize("sides", [("sketch", "sketch"), ("full", "sketch")], ids=["both", "one"])
+def test_sketches_are_compared_if_dims_of_size_one_differ(tmp_path, large, sides):
+    a = synthetic.record(tmp_path / "a", replace(large, detail=sides[0]))
+    for wrong in (False, True):
+        fault = synthetic.only("reduce", "embed", lambda array: array * 1.5, rank=1) if wrong else None
+        source = synthetic.record(tmp_path / f"source{wrong}", large, tamper=fault)
+        reshaped = lambda name, array: array[:, None] if name == "embed" else array  # noqa: E731
+        found = compare(a, translate(source, tmp_path / f"b{wrong}", SAME, params=reshaped, detail="sketch"))
+        assert found.verdict is (Verdict.BUG if wrong else Verdict.EQUAL), found.reason
+        assert not wrong or found.first_divergence.parameter == "embed"
 
 
 def test_sketches_of_activations_of_other_modules_are_compared(tmp_path, large):
