@@ -145,6 +145,22 @@ def test_a_cut_golden_raises(golden, tmp_path, size):
         Recording.open(tmp_path / "bad.golden")
 
 
+def test_a_golden_of_few_perturbed_runs_says_how_to_measure_more(run, tmp_path):
+    few = run.perturbed_runs()[:4]
+    condense(run, few, most_bytes=20_000).write(tmp_path / "a few.golden")
+    spread = spread_of(run, few)
+    limit = spread.of[0, "norm", "", 0] * spread.factors["norm"]
+
+    def off(phase, step, rank, name, array):
+        return array + 1.5 * limit if (phase, step) == ("norm", 0) else array
+
+    other = synthetic.record(tmp_path / "other", made(), tamper=off)
+    found = compare(Recording.open(tmp_path / "a few.golden"), other)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    command = f"crossframe baseline update --golden '{tmp_path}/a few.golden' --perturbed-runs 8"
+    assert found.reason.endswith(f"would be decisive: measure rounding with `{command}`")
+
+
 def test_a_golden_that_is_not_there_names_the_command(tmp_path):
     path = tmp_path / "none.golden"
     with pytest.raises(

@@ -15,7 +15,8 @@ from crossframe.environment import Environment
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
-from tests.core.helpers.synthetic import manifest, only, record
+from tests.core.helpers import synthetic
+from tests.core.helpers.synthetic import edit_events, manifest, only, record, write_run
 
 STATED = {
     "framework": {"device": "cpu"},
@@ -96,6 +97,81 @@ def test_settings_initial_values_and_batches_are_compared(tmp_path):
     found = {each.name: each.describe() for each in check_recordings(a, b).differences}
     assert {"weight_decay", "initial values"} <= found.keys()
     assert "initial values of 1 of" in found["initial values"] and name in found["initial values"]
+
+
+@pytest.mark.parametrize("detail", ["full", "sketch"])
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda x: -x, "drawn independently"),
+        (lambda x: np.roll(x, 1), "related: rounded or moved"),
+        (lambda x: 2 * x, "related"),
+    ],
+    ids=["drawn", "moved", "scaled"],
+)
+def test_initial_values_that_differ_are_called_drawn_or_moved(tmp_path, monkeypatch, detail, change, how):
+    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"embed": (40, 30)})  # large enough for a sketch
+    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (40, 30), "bias": (3,)}})
+    if detail == "sketch" and how.endswith("moved"):
+        how = "drawn independently"  # a sketch does not show a permutation
+    a = record(tmp_path / "a", manifest(detail=detail))
+    b = record(tmp_path / "b", manifest(detail=detail), tamper=only("parameters", "embed", change))
+    found = {each.name: each for each in check_recordings(a, b).differences}
+    assert found.keys() == {"initial values"} and found["initial values"].section == "values"
+    text = "the initial values of 1 of 4 parameters differ, first those of 'embed'; they are "
+    assert found["initial values"].describe().startswith(text + how)
+    assert not check_recordings(a, a).differences
+
+
+def test_initial_values_of_two_dtypes_are_compared_in_the_coarser_one(tmp_path):
+    a = record(tmp_path / "a")
+    b = record(tmp_path / "b", manifest(dtype="float32"))
+    found = {each.name: each.describe() for each in check_recordings(a, b).differences}
+    assert (
+        "initial values" not in found
+        and found["embed"] == "parameter 'embed' differs: float64[4, 3] in a, float32[4, 3] in b"
+    )
+    rounded = record(tmp_path / "c", manifest(dtype="float32"), tamper=only("parameters", "embed", lambda x: x * 2))
+    assert "initial values" in {each.name for each in check_recordings(a, rounded).differences}
+
+
+def test_batches_are_compared_by_samples_and_by_their_order(tmp_path):
+    a = record(tmp_path / "a")
+    record(tmp_path / "b")
+    edit_events(tmp_path / "b", '"sample_ids": [7, 9, 11]', '"sample_ids": [9, 7, 11]', rank=1)
+    ((name, text, section),) = (
+        (each.name, each.describe(), each.section)
+        for each in check_recordings(a, Recording.open(tmp_path / "b")).differences
+    )
+    assert (name, section) == ("order of samples", "values")
+    assert text == "from step 1 on, ranks have the same samples in another order or in other microbatches"
+    was = a.batch(0, 1).digest
+    edit_events(tmp_path / "b", was, was[::-1], rank=1)
+    edit_events(tmp_path / "b", '"sample_ids": [1, 3, 5]', '"sample_ids": [1, 3, 6]', rank=1)
+    (found,) = check_recordings(a, Recording.open(tmp_path / "b")).differences
+    assert (found.name, found.describe()) == ("batches", "the batch of rank 1 at step 0 differs between a and b")
+
+
+def test_other_worlds_and_frameworks_leave_batches_and_modules_out(tmp_path):
+    record(tmp_path / "a")
+    record(tmp_path / "b", manifest(3, framework="jax"))
+    record(tmp_path / "c", manifest(2))
+    for name in "abc":
+        state(tmp_path / name, modules={"h.0": f"LayerNorm(eps={name})"} if name == "b" else {})
+    a, b, c = (Recording.open(tmp_path / name) for name in "abc")
+    found = check_recordings(a, b)
+    assert "modules" not in {each.section for each in found.differences}
+    assert "the world sizes differ, so batches were not compared" in found.notes
+    assert not any("world sizes" in note for note in check_recordings(a, c).notes)
+    state(tmp_path / "c", modules={"h.0": "LayerNorm(eps=c)"})
+    assert "modules" in {each.section for each in check_recordings(a, c).differences}
+
+
+def test_runs_without_a_step_in_common_are_compared_by_what_they_state(tmp_path):
+    a = record(tmp_path / "a")
+    write_run(tmp_path / "b", manifest(seed=1), stop_before=0)
+    b = Recording.open(tmp_path / "b", partial=True)
+    assert [each.name for each in check_recordings(a, b).differences] == ["seed"]
 
 
 def test_an_old_recording_is_compared_by_its_manifest(tmp_path):

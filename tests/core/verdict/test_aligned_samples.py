@@ -6,7 +6,7 @@ import pytest
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.aligned_samples import aligned, rows_of
+from crossframe.verdict.measure.aligned_samples import aligned, rows_of, unmatched
 from tests.core.helpers import synthetic
 
 
@@ -77,6 +77,25 @@ def test_rows_that_cannot_be_told_are_left_out(tmp_path):
     assert rows_of(Recording.open(a.directory), 0) is None
     found = compare(Recording.open(a.directory), b)
     assert found.verdict is Verdict.INCOMPARABLE and "has no sample ids" in found.reason
+
+
+def test_activations_that_cannot_be_matched_say_why(tmp_path):
+    a, b = run(tmp_path / "a", 1), run(tmp_path / "b", 2)
+    at = (0, "block", "input")
+    assert unmatched(a, b, 0, at) == "not all of its samples were recorded on both sides"
+    for rank in (0, 1):
+        synthetic.edit_events(b.directory, '"shape": [3, 4]', '"shape": [3, 2, 2]', rank=rank)
+    flat = Recording.open(b.directory)
+    assert unmatched(a, flat, 0, at) == "its samples have the shapes [(2, 2), (4,)]"
+    assert [each[0] for each in aligned(a, flat, 0)] == [(0, "block", "output"), (0, "", "output")]
+    synthetic.edit_events(b.directory, '"sample_ids": [0, 2, 4]', '"sample_ids": [0, 2, 7]')
+    assert unmatched(a, Recording.open(b.directory), 0, at) == ""
+    synthetic.edit_events(b.directory, '"sample_ids": [0, 2, 7]', '"sample_ids": []')
+    unknown = "sample ids are not known on all ranks, or do not divide into microbatches"
+    assert (
+        unmatched(a, Recording.open(b.directory), 0, at) == unmatched(Recording.open(b.directory), a, 0, at) == unknown
+    )
+    assert list(aligned(a, Recording.open(b.directory), 0)) == list(aligned(Recording.open(b.directory), a, 0)) == []
 
 
 def test_a_further_array_next_to_the_same_samples_leaves_activations_whole(tmp_path):

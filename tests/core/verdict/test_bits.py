@@ -79,6 +79,16 @@ def test_other_bits_in_one_program_are_no_rounding(pair):
     assert found.parted and found.parted.name == "output of block"
 
 
+def test_other_bits_of_a_compiled_program_may_come_from_elsewhere(pair, tmp_path):
+    a, b = pair(nudged("output", "block"), first=made(compiled=True), second=made(compiled=True, source="2"))
+    once = "everything before it is bitwise equal (the whole program is compiled, so the change may be elsewhere in the step)"
+    found = compare(a, b)
+    assert found.verdict is Verdict.DIFFERENT and f"{once}. If the run may be nondeterministic, record" in found.reason
+    again = synthetic.record(tmp_path / "again", made(compiled=True))
+    found = compare(a, b, repeats=[again])
+    assert found.verdict is Verdict.DIFFERENT and f"{once}; losses differ by" in found.reason
+
+
 def test_within_perturbed_runs_the_first_bits_are_located(pair):
     """What later steps do is within the spread of the perturbed runs, too."""
     found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), perturbed_runs=4))

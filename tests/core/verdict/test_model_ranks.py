@@ -13,9 +13,9 @@ BATCH = ("", FORWARD, "", "input")
 PARAMETER = ("", PARAMETERS, "embed", "parameter")
 
 
-def recorded(folder, *disagreements, difference=0.5):
+def recorded(folder, *disagreements, difference=0.5, tamper=None):
     """A recording in which model ranks differ in these values at step 0."""
-    synthetic.write_run(folder, synthetic.manifest())
+    synthetic.write_run(folder, synthetic.manifest(), tamper=tamper)
     lines = ""
     for unit, phase, name, use in disagreements:
         fields = place(0, 0, phase, use, unit=unit, name=name)
@@ -51,3 +51,29 @@ def test_what_both_runs_have_or_rounding_explains_is_no_bug(tmp_path):
     both = [recorded(tmp_path / name, GRADIENT) for name in ("a", "b")]
     for pair in ((right, outputs), (right, rounding), both):
         assert compare(*pair).verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "disagreements", "is_before"),
+    [
+        pytest.param("input", "block", [OUTPUT, GRADIENT], True, id="activation before"),
+        pytest.param("output", "block", [OUTPUT, GRADIENT], False, id="same activation"),
+        pytest.param("output", "", [OUTPUT, GRADIENT], False, id="activation after"),
+        pytest.param("forward", "", [OUTPUT, GRADIENT], False, id="loss"),
+        pytest.param("input", "block", [BATCH, GRADIENT], False, id="batch"),
+        pytest.param("backward", "block.w", [GRADIENT], True, id="phase before"),
+        pytest.param("update", "block.w", [GRADIENT], False, id="phase after"),
+    ],
+)
+def test_of_a_fault_and_a_disagreement_the_earlier_is_located(tmp_path, phase, name, disagreements, is_before):
+    right = recorded(tmp_path / "right")
+    wrong = recorded(tmp_path / "wrong", *disagreements, tamper=synthetic.only(phase, name, lambda x: 1.5 * x))
+    found = compare(right, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    text = "in wrong is not the same on all ranks that compute one replica"
+    if is_before:
+        assert found.first_divergence.phase == ("forward" if phase == "input" else phase)
+        assert text in found.reason.partition("; then, at step 0 the ")[2]
+    else:
+        assert found.first_divergence.ranks == (1, 3) and found.diagnosis is None
+        assert text in found.reason.partition("; from the first of them alone: at step 0 ")[0]

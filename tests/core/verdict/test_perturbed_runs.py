@@ -294,6 +294,18 @@ def test_not_finite_on_one_side_is_a_bug_whatever_the_perturbed_runs(perturbed, 
     assert found.first_divergence.step == 1 and found.first_divergence.parameter == "embed"
 
 
+def test_not_finite_on_both_sides_and_in_perturbed_runs_is_inconclusive(tmp_path):
+    made, lost = synthetic.manifest(dtype="float32"), scaled("reduce", "embed", np.nan, 1)
+    a = run(tmp_path / "a", tamper=lost, made=made)
+    for i in range(1, 5):
+        synthetic.record(a.directory / perturbed_run_folder(i), made, tamper=both(jitter(i), lost))
+    found = compare(a, run(tmp_path / "b", tamper=both(jitter(5), lost), made=made))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reason == (
+        "from step 1 on (reduce 'embed') both sides contain NaN or infinity and cannot be compared: lower the learning rate"
+    )
+
+
 def test_initial_parameters_are_compared_bit_for_bit_all_the_same(perturbed, tmp_path):
     a = perturbed
     b = run(tmp_path / "b", tamper=both(jitter(5), scaled("parameters", "embed", np.float32(1 + 2**-22))))

@@ -15,6 +15,7 @@ from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.zero_gradient import terms_of
+from crossframe.verdict.unrecorded_causes import Unrecorded
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import only
 
@@ -491,6 +492,31 @@ def test_what_was_not_recorded_is_not_said_to_agree(tmp_path, schedule, phase, s
     found = versus(tmp_path, only(phase, "bias", lambda x: 2 * x, step=step), a=made, b=made)
     assert found.first_divergence is not None and found.first_divergence.step == step
     assert found.reason.partition("; ")[2] == expected
+
+
+def test_steps_that_are_dense_already_need_no_window():
+    texts = [Unrecorded(1, stop, again).describe() for stop in (2, 4) for again in (False, True)]
+    inside, before = (
+        "all recorded causes agree, but the inside of the step was not recorded",
+        "it began at one of the steps 1 to 3: only losses were recorded before step 3",
+    )
+    assert texts == [
+        inside,
+        f"{inside}; to locate it, record both again with windows=[(1, 2)] (--window 1:2)",
+        before,
+        f"{before}; to locate it, record both again with windows=[(1, 4)] (--window 1:4)",
+    ]
+
+
+def test_another_count_of_optimizer_steps_is_a_bug(tmp_path):
+    a = synthetic.record(tmp_path / "a")
+    synthetic.record(tmp_path / "b")
+    for rank in (0, 1):
+        synthetic.edit_events(tmp_path / "b", '"counts": 2.0', '"counts": 3.0', rank=rank)
+    found = compare(a, Recording.open(tmp_path / "b"))
+    assert found.verdict is Verdict.BUG and found.first_divergence.step == 1
+    assert found.reason.startswith("at step 1 the optimizer's count of steps of 'embed'"), found.reason
+    assert "is 2 in a and 3 in b" in found.reason
 
 
 def test_a_module_that_gave_another_dtype_ahead_of_a_divergence_is_told(tmp_path):
