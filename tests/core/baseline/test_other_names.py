@@ -59,6 +59,7 @@ class OneParameter:
         pytest.param(K, {"qkv": BLOCKS}, id="rows_in_blocks"),
         pytest.param(K, {"stacked": np.stack([V, K])}, id="slice"),
         pytest.param(np.concatenate([Q, K, V]), {"q.w": Q, "k.w": K, "v.w": V}, id="joined"),
+        pytest.param(np.concatenate([K, V[:, :2]], 1), {"k.w": K, "v.w": V[:, :2]}, id="joined_columns"),
         pytest.param(np.concatenate([V, K]), {"k.w": K, "k.b": K[0], "v.w": V}, id="joined_in_another_order"),
         pytest.param(BLOCKS, {"q.w": Q, "k.w": K, "v.w": V}, id="joined_in_blocks"),
         pytest.param(np.stack([K, V], 1), {"0.w": K, "0.o": Q, "1.w": V}, id="stacked"),
@@ -68,6 +69,28 @@ class OneParameter:
 def test_values_of_a_golden_are_found_in_another_model(array, others):
     found = golden_values(OneParameter(array), others)["w"]
     assert isinstance(found, np.ndarray) and np.array_equal(found, array)
+
+
+@pytest.mark.parametrize(
+    ("array", "places"),
+    [
+        pytest.param(Q, None, id="equal"),
+        pytest.param(np.full((2, 3), -0.1, np.float32), [], id="one value"),
+        pytest.param(K + np.float32(1e-3), [], id="unknown"),
+        pytest.param(np.full(3, np.nan, np.float32), [], id="not finite"),
+        pytest.param(np.zeros((0, 2), np.float32), [], id="empty"),
+    ],
+)
+def test_next_to_summaries_a_golden_has_the_sample_of_an_equal_one(array, places):
+    others = {"a": Summary.of(K), "b": Summary.of(Q), "c": V}
+    golden = OneParameter(array)
+    found = golden_values(golden, others)["w"]
+    assert isinstance(found, Summary) and found.shape == array.shape and found.sketch is golden.sketched
+    if places is None:
+        assert found.sample is others["b"].sample
+    value = array.flat[0] if array.size and np.ptp(array) == 0 else None
+    assert found.value == (value if value is None else pytest.approx(value))
+    assert (found.sample.signature == others["b"].sample.signature) is (places is None)
 
 
 def test_other_values_are_not_found():

@@ -231,6 +231,89 @@ def test_R17_a_forward_that_raises_frees_its_unit_and_the_rest_goes_on():
     assert not backend.model.interrupted
 
 
+def test_a_unit_runs_alone_outside_of_all_forwards():
+    backend = Backend(["", "a", "b"])
+    root, a, b = backend.units
+    assert backend.model.runs_alone(a)
+    backend.run(backend.model.begin_forward(a))
+    assert not backend.model.runs_alone(b)
+    backend.run(backend.model.end_forward(a))
+    assert backend.model.runs_alone(b)
+    backend.run(backend.model.begin_forward(root))
+    assert not backend.model.runs_alone(b)
+
+
+def test_a_unit_of_several_modules_is_resharded_after_the_last_of_them():
+    """Or when the root's forward ends, if the others do not run."""
+    backend = Backend(["", "a", "b"])
+    root, a, b = backend.units
+    backend.run(backend.model.begin_step(training=True))
+    backend.run(backend.model.begin_forward(root))
+    for unit in (a, b):
+        backend.run(backend.model.begin_forward(unit))
+        backend.run(backend.model.end_forward(unit, whole=False))
+        assert backend.memory[unit].holds is Residency.FULL and not backend.memory[unit].in_use
+    backend.run(backend.model.begin_forward(a))
+    backend.run(backend.model.end_forward(a))
+    assert backend.memory[a].holds is Residency.SHARD and backend.memory[b].holds is Residency.FULL
+    backend.run(backend.model.end_forward(root))
+    assert backend.memory[b].holds is Residency.SHARD
+    assert backend.memory[a].done.count(Action.FREE) == backend.memory[b].done.count(Action.FREE) == 1
+
+
+def test_R17_a_unit_that_is_not_in_forward_leaves_none():
+    backend = Backend(["", "a"])
+    backend.forward()
+    assert backend.model.leave_forward(backend.units[1]) == []
+
+
+@pytest.mark.parametrize("signal", ["begin_forward", "begin_backward"])
+def test_R18_parameters_are_not_summoned_within_a_step(signal):
+    backend = Backend(["", "a"])
+    backend.model.check_summon()
+    backend.run(getattr(backend.model, signal)(backend.units[1]))
+    with pytest.raises(
+        StateError, match=r"unit 'a': cannot unshard the parameters for the user .*wait until it is over"
+    ):
+        backend.model.check_summon()
+    backend.model.reset()
+    backend.units[1].summon(visible=True)
+    backend.model.check_summon()  # each unit checks that it is not summoned twice
+
+
+def test_an_all_gather_that_fails_leaves_the_shard():
+    backend = Backend(["", "a"])
+    a = backend.units[1]
+    a.begin_forward()
+    assert a.state.residency is Residency.FULL and a.state.activity
+    activity = a.state.activity
+    a.gather_failed()
+    assert a.state == UnitState(activity=activity)
+
+
+@pytest.mark.parametrize("use", [None, "forward", "summon"])
+def test_unsharded_parameters_are_freed_before_shards_are_written_unless_in_use(use):
+    unit = UnitStep("", StepSettings(reshard_after_forward=False))
+    if use == "summon":
+        unit.summon(visible=True)
+    else:
+        unit.begin_forward()
+        unit.enter_forward()
+        if use is None:
+            unit.end_forward()
+            unit.after_forward()
+    assert unit.free_before_edit() == (() if use else (Action.FREE,))
+    assert unit.state.residency is (Residency.FULL if use else Residency.SHARD)
+
+
+def test_only_a_number_reshards_to_a_group():
+    assert [StepSettings(reshard_after_forward=each).reshards_to_group for each in (True, False, 2)] == [
+        False,
+        False,
+        True,
+    ]
+
+
 def test_R17_an_interrupted_step_asks_for_a_reset():
     backend = Backend(["", "a"])
     backend.run(backend.model.begin_forward(backend.units[0]))
