@@ -28,9 +28,9 @@ from crossframe.recording.mapped_recording import Activations, Of
 from crossframe.recording.sketch import Sketch, sketches_of
 
 T = TypeVar("T")
-_ROUNDINGS, _NEAR = 8, 1e-4
-"""Activations are near if their relative distance is at most this many roundings, or `_NEAR`: more than the rounding of a part in
-float32, and is far below the distance of the inputs of two layers. Nothing is judged by it."""
+_ROUNDINGS, NEAR = 8, 1e-4
+"""Activations are near if their relative distance is at most this many roundings, or `NEAR`: more than the rounding of a part in
+float32, and far below the distance of the inputs of two layers. Nothing is judged by it."""
 _FAR = 0.5
 """Values of two things differ by about their norms, which is more than this relative distance."""
 _LEAST_VALUES = 4
@@ -52,7 +52,7 @@ def match_activations(first: Recording, second: Recording, param_map: ParamMap) 
     )
     if step is None:
         return {}
-    near = max(_NEAR, _ROUNDINGS * unit_roundoff(coarser(first.manifest.dtype, second.manifest.dtype)))
+    near = max(NEAR, _ROUNDINGS * unit_roundoff(coarser(first.manifest.dtype, second.manifest.dtype)))
     return _Matcher(_Side(first, step), _Side(second, step), param_map, near).match()
 
 
@@ -340,7 +340,7 @@ class _Matcher:
         """Whether values are as different as those of two things, but the output of a module around them and the loss agree: then
         they are two things, such as what two implementations compute before and after a residual."""
         losses = self._first.loss, self._second.loss
-        if not abs(losses[0] - losses[1]) <= _NEAR * abs(losses[0]):
+        if not abs(losses[0] - losses[1]) <= NEAR * abs(losses[0]):
             return False
         apart = self._apart(ours, theirs, form)
         if apart is None or apart < _FAR:
@@ -351,7 +351,7 @@ class _Matcher:
             if agreed is not None and x[1] == y[1] == OUTPUT and x != ours
             if _is_in(ours[0], x[0]) and _is_in(theirs[0], y[0])
         )
-        return any(self._distance(*pair) <= _NEAR for pair in around)
+        return any(self._distance(*pair) <= NEAR for pair in around)
 
     def _distance(self, ours: Of, theirs: Of) -> float:
         """The relative distance of two activations that agree."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from crossframe.alignment.elementwise import activation_between
+from crossframe.alignment.modules import NEAR
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording import Recording
 from crossframe.recording.element_ranges import ElementRange
@@ -51,9 +52,9 @@ from crossframe.verdict.measure.values import (
     rank_values,
 )
 
-_NEAR, _NEAR_IF_COARSE = 1e-4, 0.05
-"""The relative distance up to which values are those of an elementwise activation: that of the bound, but at least that at which
-modules are matched, and at most 0.05."""
+_MOST_NEAR = 0.05
+"""The largest relative distance up to which values are those of an elementwise activation, in dtypes with coarse bounds. It is
+smaller than the distance of most activations of standard normal numbers: 0.09 of a sigmoid and a hard sigmoid."""
 ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
 
 Group = list[Quantity]
@@ -64,7 +65,7 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
     """Yield every group of quantities of these phases in causal order.
 
     Args:
-        steps: the steps to walk; None for all common steps.
+        steps: None for all common steps.
     """
     if PARAMETERS in phases:
         yield from _parameters(pair)
@@ -171,11 +172,11 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
         groups = []
         for within, recording in (("a", pair.a), ("b", pair.b)):
             group = []
-            for run in recording.ranges(UNSHARDED, step, name):
-                if (sides := _gathered(recording, step, run, name)) is not None:
+            for part in recording.ranges(UNSHARDED, step, name):
+                if (sides := _gathered(recording, step, part, name)) is not None:
                     group.append(
                         _quantity(
-                            pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=run.rank, within=within
+                            pair, step, UNSHARDED, ALL_GATHER, name, sides, bound=None, rank=part.rank, within=within
                         )
                     )
             groups.append(group)
@@ -191,10 +192,10 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
 def _edits_parameters(recording: Recording) -> bool:
     """Whether the loop changes any parameter between steps."""
     return any(
-        (sides := _gathered(recording, step, run, name)) is not None and not _is_same(sides)
+        (sides := _gathered(recording, step, part, name)) is not None and not _is_same(sides)
         for step in recording.recorded_steps()
         for name in recording.manifest.params
-        for run in recording.ranges(UNSHARDED, step, name)
+        for part in recording.ranges(UNSHARDED, step, name)
     )
 
 
@@ -221,9 +222,9 @@ def _moving_scale(pair: Pair, name: str, quantity: Quantity) -> float:
     return parameter_scale(quantity.norms[0], quantity.numel, pair.total_update_norm(name), rate, pair.num_steps)
 
 
-def _gathered(recording: Recording, step: int, run: ElementRange, name: str) -> Sides | None:
+def _gathered(recording: Recording, step: int, part: ElementRange, name: str) -> Sides | None:
     """(value of the shards, value that a rank gathered); None if the former was not recorded or is a sketch of another dtype."""
-    rank = run.rank
+    rank = part.rank
     phase, before = before_step(step)
     if step and not recording.has(UPDATE, before, name) and not recording.manifest.params[name].requires_grad:
         phase, before = PARAMETERS, 0  # frozen
@@ -231,8 +232,8 @@ def _gathered(recording: Recording, step: int, run: ElementRange, name: str) -> 
         return None
     held = assemble(recording, phase, before, name, replica=recording.manifest.mesh.coordinate(rank)[0])
     if held.elements is not None:
-        held = Side(held.elements.astype(numpy_dtype(run.dtype)))  # rounds to nearest, as the gather's cast does (R33)
-    elif held.sketch is not None and held.sketch.dtype != run.dtype:
+        held = Side(held.elements.astype(numpy_dtype(part.dtype)))  # rounds to nearest, as the gather's cast does (R33)
+    elif held.sketch is not None and held.sketch.dtype != part.dtype:
         return None
     return match_values(held, rank_values(recording, UNSHARDED, step, rank, name), by_sketch=False)
 
@@ -249,7 +250,7 @@ def _activations(pair: Pair, step: int) -> Iterator[tuple[At, Group]]:
                 first, second = labels(pair.a, pair.b)
                 pair.of_other_shapes[at[1:]] = (
                     f"at step {step} the {at[2]} of module {at[1]!r} has shape {shapes[0]} in {first} and {shapes[1]} in "
-                    f"{second}{_reordered(shapes)}"
+                    f"{second}{_order_hint(shapes)}"
                 )
                 break
             sides = (activation_values(recording, step, rank, at) for recording in (pair.a, pair.b))
@@ -266,11 +267,14 @@ def _of_one_kind(pair: Pair, groups: Iterable[tuple[At, Group]], losses: Group) 
     """Leave out what is before an elementwise activation on one side and after it on the other, if the next quantity agrees.
 
     A norm that applies its activation itself is another module than a norm before an activation, and what uses either agrees. If
-    it does not, one side lacks the activation, and this is where they differ.
+    it does not, one side lacks the activation, and this is where they differ. The loss follows the last quantity of a microbatch.
     """
-    near = max(_NEAR, min(pair.bounds.parameter, _NEAR_IF_COARSE))
+    near = max(NEAR, min(pair.bounds.parameter, _MOST_NEAR))
     held: list[tuple[At, Group, str]] = []
     for at, group in groups:
+        if held and held[-1][0][0] != at[0]:
+            yield from _settled(pair, held, losses, near)
+            held = []
         if why := _across_activation(pair, group, near):
             held.append((at, group, why))
             continue
@@ -302,8 +306,8 @@ def _across_activation(pair: Pair, group: Group, near: float) -> str | None:
     return None
 
 
-def _reordered(shapes: list[tuple[int, ...]]) -> str:
-    """A hint for shapes that differ."""
+def _order_hint(shapes: list[tuple[int, ...]]) -> str:
+    """What to do about shapes that differ in the order of their dims; "" for others."""
     if sorted(shapes[0]) != sorted(shapes[1]):
         return ""
     return (

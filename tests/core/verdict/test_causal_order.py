@@ -1,4 +1,4 @@
-"""The walk over two recordings: what is compared, in which order, by what measure, and what is concluded."""
+"""What is compared of two recordings, in which order, by what measure, and what is concluded."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
-from crossframe.recording.event_format import STATE
+from crossframe.recording.event_format import FORWARD, STATE
 from crossframe.verdict import Verdict, bounds_for, compare
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
@@ -567,3 +567,23 @@ def test_an_activation_is_missing_if_what_follows_differs(tmp_path):
     )
     found = compare(a, without)
     assert found.verdict is Verdict.BUG and found.first_divergence.module == "block", found.reason
+
+
+def test_an_activation_is_missing_in_each_microbatch_whose_loss_differs(tmp_path, monkeypatch):
+    """What follows in the next microbatch does not depend on it."""
+    write, kept = RecordingWriter.activation, []
+
+    def twice(writer, step, microbatch, module, use, value):
+        write(writer, step, 0, module, use, value)
+        kept.append((module, use, value))
+        if not module:  # the last one
+            for each in kept:
+                write(writer, step, 1, *each)
+            kept.clear()
+
+    monkeypatch.setattr(RecordingWriter, "activation", twice)
+    a = synthetic.record(tmp_path / "a")
+    changes = synthetic.both(only("output", "", relu), only("forward", "", lambda loss: 1.01 * loss))
+    b = synthetic.record(tmp_path / "b", synthetic.manifest(framework="jax"), tamper=changes)
+    groups = walk(Pair(a, b), (FORWARD,), range(1))
+    assert [group[0].microbatch for group in groups if (group[0].module, group[0].use) == ("", "output")] == [0, 1]
