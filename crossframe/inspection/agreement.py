@@ -108,13 +108,13 @@ def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], lis
     """Disagreements on full parameters, and names of parameters that all ranks share but that differ from the shards."""
     found, edited = [], []
     for name in recording.manifest.params:
-        runs = recording.ranges(UNSHARDED, step, name)
-        sides = {run.rank: side_of(recording, step, name, run) for run in runs}
+        parts = recording.ranges(UNSHARDED, step, name)
+        sides = {part.rank: side_of(recording, step, name, part) for part in parts}
         if not sides:
             continue
         found += _parted(recording, step, UNSHARDED, f"unsharded value of {name!r}", name, sides)
-        held = _held(recording, step, name, runs[0].dtype)
-        if held is not None and not found and not held.sketched().equals(sides[runs[0].rank].sketched()):
+        held = _held(recording, step, name, parts[0].dtype)
+        if held is not None and not found and not held.sketched().equals(sides[parts[0].rank].sketched()):
             edited.append(name)
     return found, edited
 
@@ -137,8 +137,8 @@ def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreem
     for name in recording.manifest.params:
         for slot in recording.state_slots(step, name) if phase == STATE else ("",):
             pieces: dict[tuple[int, int], dict[int, Side]] = {}
-            for run in recording.ranges(phase, step, name, slot):
-                pieces.setdefault((run.start, run.stop), {})[run.rank] = side_of(recording, step, name, run)
+            for part in recording.ranges(phase, step, name, slot):
+                pieces.setdefault((part.start, part.stop), {})[part.rank] = side_of(recording, step, name, part)
             what = f"{slot or _NOUNS[phase]} of {name!r}"
             for sides in pieces.values():
                 yield from _parted(recording, step, phase, what, name, sides)

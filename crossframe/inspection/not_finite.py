@@ -122,15 +122,15 @@ def _stood_still(recording: Recording, step: int) -> bool:
 
 
 def _bits(recording: Recording, phase: str, step: int, name: str) -> list[object]:
-    runs = recording.ranges(phase, step, name)
+    parts = recording.ranges(phase, step, name)
     return [
         (
-            run.rank,
-            recording.sketch_of(step, name, run).fingerprint
-            if run.sketch is not None
-            else np.asarray(recording.elements(step, run)).tobytes(),
+            part.rank,
+            recording.sketch_of(step, name, part).fingerprint
+            if part.sketch is not None
+            else np.asarray(recording.elements(step, part)).tobytes(),
         )
-        for run in runs
+        for part in parts
     ]
 
 

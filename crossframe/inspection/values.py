@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossframe.recording import Recording
+from crossframe.recording.element_ranges import ElementRange
 from crossframe.recording.event_format import (
     BACKWARD,
     FORWARD,
@@ -18,7 +19,6 @@ from crossframe.recording.event_format import (
     UNSHARDED,
     UPDATE,
 )
-from crossframe.recording.reader import ElementRange
 from crossframe.verdict.measure.values import Side, activation_values
 
 LOSS = "loss"
@@ -105,19 +105,19 @@ def finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def side_of(recording: Recording, step: int, name: str, run: ElementRange) -> Side:
+def side_of(recording: Recording, step: int, name: str, part: ElementRange) -> Side:
     """The elements of a parameter that one rank recorded, or a sketch of them."""
     return (
-        Side(None, recording.sketch_of(step, name, run))
-        if run.sketch is not None
-        else Side(recording.elements(step, run))
+        Side(None, recording.sketch_of(step, name, part))
+        if part.sketch is not None
+        else Side(recording.elements(step, part))
     )
 
 
 def _of_parameters(recording: Recording, phase: str, step: int, names: list[str], slot: str = "") -> Iterator[Value]:
     for name in names:
-        for run in recording.ranges(phase, step, name, slot):
-            yield _value(side_of(recording, step, name, run), step, 0, run.rank, phase, slot, "", name)
+        for part in recording.ranges(phase, step, name, slot):
+            yield _value(side_of(recording, step, name, part), step, 0, part.rank, phase, slot, "", name)
 
 
 def _value(
@@ -203,5 +203,5 @@ def _activation_ranges(
 
 
 def _parameter_ranges(recording: Recording, phase: str, step: int, rank: int, names: list[str]) -> tuple[Range, ...]:
-    runs = [(name, run) for name in names for run in recording.ranges(phase, step, name) if run.rank == rank]
-    return tuple(Range.of(f"{_NAMES[phase]} of {name!r}", side_of(recording, step, name, run)) for name, run in runs)
+    parts = [(name, part) for name in names for part in recording.ranges(phase, step, name) if part.rank == rank]
+    return tuple(Range.of(f"{_NAMES[phase]} of {name!r}", side_of(recording, step, name, part)) for name, part in parts)

@@ -93,7 +93,7 @@ def _series(verdict: PairVerdict, a: Recording, b: Recording, command: str | Non
         verdict=verdict,
         losses_a=_mean_losses(a),
         losses_b=_mean_losses(b),
-        bounds=bounds_for(verdict.dtype) if verdict.envelope_used is None else None,
+        bounds=bounds_for(verdict.dtype) if verdict.limit_used is None else None,
         perturbed_runs=tuple((label, num) for label, num in perturbed_runs if num),
         sharding=Sharding(b.manifest.units, b.manifest.mesh),
         shape=_shape(verdict, in_one_order(a, b)[1]),

@@ -90,7 +90,7 @@ def compare(
 
     Between two implementations, the rows of an expert's activations are compared in one order
     (`crossframe.verdict.measure.routed_rows`), and an output that is the other side's after an elementwise activation, such as
-    that of a norm that applies a ReLU itself, is not compared.
+    that of a norm that applies a ReLU itself, is not compared if what follows agrees.
 
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`).
@@ -230,7 +230,7 @@ def compare(
         first_divergence=where,
         loss_differences=tuple(findings.losses),
         parameter_differences=tuple(findings.parameters.items()),
-        envelope_used=max(findings.used_before, first.used if first else 0.0) if limits else None,
+        limit_used=max(findings.used_before, first.used if first else 0.0) if limits else None,
         judged_share=limits.judged_share if limits else None,
         judged=tuple(findings.judged),
         diagnosis=diagnosis,

@@ -1,4 +1,4 @@
-"""Collects the judgements of a walk: the first quantity outside its bound, the first bitwise difference, the largest
+"""Collects the judgements of a comparison: the first quantity outside its bound, the first bitwise difference, the largest
 differences."""
 
 import math
@@ -12,7 +12,7 @@ from crossframe.verdict.result import Judged
 
 
 class Findings:
-    """The judgements of a walk so far."""
+    """The judgements of a comparison so far."""
 
     def __init__(self) -> None:
         self.equal = True

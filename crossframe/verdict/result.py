@@ -48,7 +48,7 @@ class PairVerdict:
         reason: the reason for the verdict, as a sentence.
         loss_differences: per step, the largest over ranks.
         parameter_differences: per recorded step, (step, the largest over parameters).
-        envelope_used: the largest share of its limit that any quantity uses; more than 1 is outside. None without perturbed runs.
+        limit_used: the largest share of its limit that any quantity uses; more than 1 is outside. None without perturbed runs.
         judged_share: the share of all updated elements that could be judged (`perturbed_runs.steady_elements`). None without
             perturbed runs.
         judged: all compared quantities in causal order.
@@ -75,7 +75,7 @@ class PairVerdict:
     first_divergence: Divergence | None = None
     loss_differences: tuple[float, ...] = field(default=(), repr=False)
     parameter_differences: tuple[tuple[int, float], ...] = field(default=(), repr=False)
-    envelope_used: float | None = None
+    limit_used: float | None = None
     judged_share: float | None = None
     judged: tuple[Judged, ...] = field(default=(), repr=False)
     diagnosis: Diagnosis | None = None

@@ -1,7 +1,7 @@
 """A mixture of experts over the pixels of a digit: a router weighs experts by softmax, and the best two have a say.
 
 Which two is a comparison: where two weights are nearly equal, rounding decides, and the results part by far more than rounding.
-In float64 that is not met by chance; in bfloat16 it is, which is why such models are judged there by an envelope.
+In float64 that is not met by chance; in bfloat16 it is: there such models are judged by the spread of perturbed runs.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ LIMIT = 1e-11
 RATES = {"adamw": 3e-4, "sgd": 1e-2}
 CLIP, ACCUMULATE = 0.5, 2
 HEAD = "| model | dtype | ranks | strategy | optimizer | clip | microbatches | {} | with a gradient of zero |"
-MEASURED = {False: "largest difference", True: "of the envelope"}
+MEASURED = {False: "largest difference", True: "of the limit"}
 NUM_PERTURBED_RUNS = 4
 
 
@@ -36,8 +36,8 @@ class Cell:
 
     Attributes:
         settings: of the run in either framework.
-        difference: the largest of any parameter at any recorded step, but for those in `apart`; with perturbed runs, what part
-            of their envelope was used up where it was most.
+        difference: the largest of any parameter at any recorded step, but for those in `apart`; with perturbed runs, the
+            largest share of its limit that any quantity uses.
         apart: parameters whose gradient is zero in exact arithmetic (`crossframe.verdict.measure.zero_gradient`).
         within: whether the verdict is rounding or equal, and without perturbed runs the difference within the limit.
         why: the verdict's reason.
@@ -162,7 +162,7 @@ def run_grid(
                         console.print(f"  {done[-1].why}", markup=False, highlight=False)
                     if output is not None:
                         limit = (
-                            f"the envelope is of {perturbed_runs} perturbed runs of torch"
+                            f"limits are those of {perturbed_runs} perturbed runs of torch"
                             if perturbed_runs
                             else f"the limit is {LIMIT:g}"
                         )
@@ -177,7 +177,7 @@ def run_grid(
 
 def _cell(settings: RunSettings, in_torch: Path, in_jax: Path) -> Cell:
     found = compare(Recording.open(in_torch), Recording.open(in_jax))
-    difference = found.max_relative_parameter_difference if found.envelope_used is None else found.envelope_used
+    difference = found.max_relative_parameter_difference if found.limit_used is None else found.limit_used
     assert difference is not None, "both recordings have updates"
-    within = found.verdict.agrees and (found.envelope_used is not None or difference <= LIMIT)
+    within = found.verdict.agrees and (found.limit_used is not None or difference <= LIMIT)
     return Cell(settings, difference, found.zero_gradient_parameters, within, found.verdict, found.reason)

@@ -113,7 +113,7 @@ def record(command: Command, run: Run, path: Path, perturbed: int, log: Path) ->
             if status:
                 return text
         return ""
-    options = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--twins", str(perturbed)]
+    options = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--perturbed-runs", str(perturbed)]
     options += ["--nproc-per-node", str(run.world)] if run.world > 1 else []
     given = ["record", str(run.path), *options, "--", *run.options]
     status, text = forked.call([(forked.command, command, given, log, TIMEOUT)], log, TIMEOUT * (perturbed + 1))

@@ -115,11 +115,11 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
     """The norm is over the shards of a single rank, or over those of all other ranks."""
     manifest, squares = case.wrong.manifest, np.zeros(case.wrong.manifest.mesh.shard)
     for name in manifest.params:
-        for run in case.wrong.ranges(REDUCE, case.step, name):
-            if run.rank < squares.size:
-                if run.sketch is not None:
+        for part in case.wrong.ranges(REDUCE, case.step, name):
+            if part.rank < squares.size:
+                if part.sketch is not None:
                     return
-                squares[run.rank] += norm(case.wrong.elements(case.step, run)) ** 2
+                squares[part.rank] += norm(case.wrong.elements(case.step, part)) ** 2
     if squares.size < 2:
         return
     for rank in range(squares.size):

@@ -171,16 +171,16 @@ def _held(q: Quantity, pair: Pair) -> tuple[int | None, int, int]:
     use = q.use if q.phase == STATE else ""
     ours, theirs = (recording.ranges(q.phase, q.step, q.parameter, use) for recording in (pair.a, pair.b))
     shard = pair.b.manifest.mesh.shard
-    held = [run for run in theirs if run.rank // shard == q.replica]
-    by_range = {(run.start, run.stop): run for run in ours}
+    held = [part for part in theirs if part.rank // shard == q.replica]
+    by_range = {(part.start, part.stop): part for part in ours}
     apart = []
-    for run in held:
-        other = by_range.get((run.start, run.stop))
+    for part in held:
+        other = by_range.get((part.start, part.stop))
         if other is None:
             return None, 0, q.numel
-        sketches = (pair.a.sketch_of(q.step, q.parameter, other), pair.b.sketch_of(q.step, q.parameter, run))
+        sketches = (pair.a.sketch_of(q.step, q.parameter, other), pair.b.sketch_of(q.step, q.parameter, part))
         lost = abs(sketches[0].num_not_finite - sketches[1].num_not_finite)
-        apart.append((lost, sketches[0].distance(sketches[1]), run))
+        apart.append((lost, sketches[0].distance(sketches[1]), part))
     if not apart:
         return None, 0, q.numel
     worst = max(apart, key=lambda each: each[:2])[2]

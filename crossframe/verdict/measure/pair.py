@@ -42,7 +42,8 @@ class Pair:
         of_other_shapes: by (module, use), a clause on an activation that was not compared because its shapes differ.
         routed: modules, such as experts, whose rows come in different orders, with the first step at which they do.
         unmatched: by (module, use), why an activation that both recorded is not compared, as a clause: it could not be matched by
-            sample, or one side has it before and the other one after an elementwise activation.
+            sample, has too many rows in different orders, or is before an elementwise activation on one side and after it on the
+            other.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 

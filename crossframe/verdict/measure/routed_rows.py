@@ -50,8 +50,8 @@ class RoutedRows:
         self._orders: dict[tuple[int, int, str, str], np.ndarray | None] = {}
 
     def in_one_order(self, at: At, rank: int, sides: Sides) -> Sides | None:
-        """The values of an activation on a rank, those of b in the order of the rows of a; None if that is not known because it
-        has too many rows, which are equal but for their order as far as is known."""
+        """The values of an activation on a rank, those of b in the order of the rows of a; None if it has more than `MOST_ROWS`
+        rows, whose columns are equal but for the order of their elements."""
         a, b, sketches = sides
         if not self._recorded or sketches is not None or a.ndim != 2 or a.shape != b.shape:
             return sides

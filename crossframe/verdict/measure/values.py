@@ -73,12 +73,12 @@ def assemble(recording: Recording, phase: str, step: int, name: str, use: str = 
 
 def rank_values(recording: Recording, phase: str, step: int, rank: int, name: str) -> Side:
     """A rank's own full tensor for a parameter; zeros if it recorded none."""
-    spec, run = recording.manifest.params[name], recording.own_range(phase, step, rank, name)
-    if run is None:
+    spec, part = recording.manifest.params[name], recording.own_range(phase, step, rank, name)
+    if part is None:
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
-    if run.sketch is not None:
-        return Side(None, recording.sketch_of(step, name, run))
-    return Side(recording.elements(step, run).reshape(spec.shape))
+    if part.sketch is not None:
+        return Side(None, recording.sketch_of(step, name, part))
+    return Side(recording.elements(step, part).reshape(spec.shape))
 
 
 def activation_values(recording: Recording, step: int, rank: int, at: tuple[int, str, str]) -> Side:

@@ -1,4 +1,4 @@
-"""Judges the quantities of a walk by the spread of perturbed runs (`crossframe.verdict.perturbed_runs.spread`).
+"""Judges the quantities of a comparison by the spread of perturbed runs (`crossframe.verdict.perturbed_runs.spread`).
 
 [Note: zeros] Rounding makes an element exactly zero on one side only if the element is as small as its own error (underflow,
 terms that cancel, a threshold such as that of ReLU), or where it flips a decision such as the expert of a token. So zeros in
@@ -49,7 +49,7 @@ def decisive(num_runs: int) -> float:
 
 
 class Limits:
-    """Judges the quantities of one walk by the spread of the perturbed runs of either recording, or of both."""
+    """Judges the quantities of one comparison by the spread of the perturbed runs of either recording, or of both."""
 
     def __init__(
         self,

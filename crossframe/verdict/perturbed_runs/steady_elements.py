@@ -18,7 +18,7 @@ from crossframe.verdict.measure.quantities import Quantity, finite
 
 
 class Steady:
-    """Tracks which elements of parameters are steady during a walk. See [Note: unsteady elements]."""
+    """Tracks which elements of parameters are steady during a comparison. See [Note: unsteady elements]."""
 
     def __init__(self, limit: Callable[[Quantity], float | None] | None) -> None:
         """`limit` bounds reduced gradients; None: all elements are steady."""

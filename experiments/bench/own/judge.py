@@ -94,7 +94,7 @@ def judged(both: Both, a: Recording | None, b: Recording | None) -> Judged:
         *what,
         verdict,
         apart if apart is not None and math.isfinite(apart) else None,
-        said.envelope_used if said.envelope_used is not None and math.isfinite(said.envelope_used) else None,
+        said.limit_used if said.limit_used is not None and math.isfinite(said.limit_used) else None,
         where.to_json() if where else None,
         diagnosis.signature if diagnosis else None,
         diagnosis.evidence if diagnosis else None,

@@ -112,7 +112,7 @@ def test_bfloat16_and_top_k_routing_lie_within_what_perturbed_runs_of_torch_reac
     assert a.ranges(BACKWARD, 0, "head.weight")[0].dtype == b.ranges(BACKWARD, 0, "head.weight")[0].dtype == "bfloat16"
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING, found.reason
-    assert 0 < found.envelope_used < 1
+    assert 0 < found.limit_used < 1
     # Far more than float32 rounds by, and yet a gradient that is not averaged is seen.
     assert found.max_relative_loss_difference > 1e-5
     assert trace_of("torch", a, "jax", b)["equal"]

@@ -54,7 +54,7 @@ def test_a_golden_equals_the_run_that_it_was_made_of(run, golden):
 def test_a_golden_agrees_with_rounding_at_any_world_size(golden, tmp_path, world_size):
     other = synthetic.record(tmp_path / "other", made(world_size), tamper=synthetic.jitter(99, NOISE))
     found = compare(golden, other)
-    assert found.verdict is Verdict.ROUNDING and found.envelope_used
+    assert found.verdict is Verdict.ROUNDING and found.limit_used
 
 
 @pytest.mark.parametrize("name", [name for name in synthetic.SHAPES if name != "block.k_bias"])

@@ -510,7 +510,7 @@ def made_up(names, units, *, steps=2, where=None, diagnosis=None, phase="reduce"
         judged=tuple(every),
         parted=next((each for each in every if each.beyond), None),
         judged_share=0.5,
-        envelope_used=0.5,
+        limit_used=0.5,
     )
     one = PairSeries(
         *(

@@ -43,7 +43,7 @@ def told(found: PairVerdict) -> str:
     for what, number in (
         ("losses", found.max_relative_loss_difference),
         ("parameters", found.max_relative_parameter_difference),
-        ("share of the spread", found.envelope_used),
+        ("share of the spread", found.limit_used),
         ("share that is judged", found.judged_share),
     ):
         if number is not None:

@@ -200,7 +200,7 @@ def test_a_direction_inside_the_spread_is_a_bug_there(tmp_path):
     assert clean.to_json()["power"]["activation"]["slope"]["least"] > 2.0**-8
     found = compare(a, synthetic.record(tmp_path / "b", made, tamper=both(jitter(99, 0.02), scaled(1.05))))
     assert found.verdict is Verdict.BUG and "standard errors" in found.reason
-    assert found.envelope_used is not None and found.parted and found.parted.name == "output of block"
+    assert found.limit_used is not None and found.parted and found.parted.name == "output of block"
 
 
 def test_a_factor_common_to_all_gradients_is_found():

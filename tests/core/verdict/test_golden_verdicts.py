@@ -77,7 +77,7 @@ def verdict(name: str, folder: Path) -> PairVerdict:
 def figures(found: PairVerdict) -> dict[str, Any]:
     """What a report shows, and of all quantities of a phase the number, the number outside, and means."""
     shown = found.to_json() | {
-        "envelope_used": found.envelope_used,
+        "limit_used": found.limit_used,
         "judged_share": found.judged_share,
         "loss_differences": list(found.loss_differences),
         "parameter_differences": [list(each) for each in found.parameter_differences],

@@ -233,7 +233,7 @@ def test_perturbed_runs_have_the_names_too(tmp_path):
                 run = translate(source, tmp_path / "b" / place, PATHS, params=transposed, modules=MODULES)
             sides += [run] if number == 0 else []
     found = compare(*sides)
-    assert found.verdict is Verdict.ROUNDING and found.envelope_used is not None, found.reason
+    assert found.verdict is Verdict.ROUNDING and found.limit_used is not None, found.reason
     view = in_one_naming(*sides).b
     assert [each.full("update", 1, "block.w").shape for each in view.perturbed_runs()] == [(5, 3)] * 6
     assert view.first(1).num_steps == 1 and view.first(1).recorded_steps() == (0,)

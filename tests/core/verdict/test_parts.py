@@ -20,7 +20,7 @@ from crossframe.verdict.measure.quantities import Quantity
 
 
 def of_gradient(a, b, noise_scale):
-    """A gradient's difference, as the walk over two recordings takes it."""
+    """A gradient's difference, as `walk` yields it."""
     return ratio(distance(a, b), gradient_scale(norm(a), noise_scale))
 
 

@@ -117,7 +117,7 @@ def test_zeros_in_place_of_large_elements_are_decisive(tmp_path, change, verdict
     for i in range(1, 5):
         synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=jitter(i, 0.03))
     found = compare(a, run(tmp_path / "b", tamper=of_block(change)))
-    assert found.verdict is verdict and found.envelope_used > 1 and found.envelope_used < 3.16, found.reason
+    assert found.verdict is verdict and found.limit_used > 1 and found.limit_used < 3.16, found.reason
 
 
 def test_zeros_that_perturbed_runs_show_too_are_not_decisive(tmp_path):
@@ -127,7 +127,7 @@ def test_zeros_that_perturbed_runs_show_too_are_not_decisive(tmp_path):
         small = of_block(lambda array: np.where(np.abs(array) < 0.05, 0, array))
         synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=both(jitter(i, 0.03), small))
     found = compare(a, run(tmp_path / "b", tamper=of_block(dropped)))
-    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used > 1, found.reason
+    assert found.verdict is Verdict.INCONCLUSIVE and found.limit_used > 1, found.reason
 
 
 def test_zeros_that_perturbed_runs_show_elsewhere_are_not_decisive(tmp_path):
@@ -140,7 +140,7 @@ def test_zeros_that_perturbed_runs_show_elsewhere_are_not_decisive(tmp_path):
     for i in range(1, 5):
         synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=both(jitter(i, 0.03), flips))
     found = compare(a, run(tmp_path / "b", made=a.manifest, tamper=of_block(dropped)))
-    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used > 1, found.reason
+    assert found.verdict is Verdict.INCONCLUSIVE and found.limit_used > 1, found.reason
 
 
 def test_edits_between_steps_are_held_against_perturbed_runs(tmp_path):

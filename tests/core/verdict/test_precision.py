@@ -86,7 +86,7 @@ def test_only_perturbed_runs_of_the_coarser_run_count(pair):
     for i in range(1, 5):
         synthetic.record(a.directory / perturbed_run_folder(i), fine, tamper=jitter(i, 1e-6))
     found = compare(a, b)
-    assert found.verdict is Verdict.INCONCLUSIVE and found.envelope_used is None
+    assert found.verdict is Verdict.INCONCLUSIVE and found.limit_used is None
     assert "`train.py --dtype bfloat16`" in found.reason and "is not known" in found.reason
 
 

@@ -581,7 +581,7 @@ def test_parameters_without_a_gradient_do_not_hide_the_others(tmp_path, monkeypa
     def but_one(writer, step, unit, pieces):
         whole(writer, step, unit, {name: piece for name, piece in pieces.items() if name != "block.k_bias"})
 
-    # The last parameter, at which the walk over gradients begins.
+    # The last parameter, the first one whose gradient is compared.
     assert list(synthetic.manifest().params)[-1] == "block.k_bias"
     monkeypatch.setattr(RecordingWriter, "reduced_grads", but_one)
     found = versus(tmp_path, only("reduce", "embed", lambda grad: 2 * grad))
