@@ -171,7 +171,15 @@ def test_runs_without_a_step_in_common_are_compared_by_what_they_state(tmp_path)
     a = record(tmp_path / "a")
     write_run(tmp_path / "b", manifest(seed=1), stop_before=0)
     b = Recording.open(tmp_path / "b", partial=True)
-    assert [each.name for each in check_recordings(a, b).differences] == ["seed"]
+    assert [(each.name, each.section) for each in check_recordings(a, b).differences] == [("seed", "run")]
+
+
+def test_the_recording_without_an_environment_is_named(pair):
+    record(pair[0].parent / "c", manifest(learning_rate=0.5))
+    found = check_recordings(Recording.open(pair[0]), Recording.open(pair[0].parent / "c"))
+    assert found.notes == ("c does not state its environment; record it again with this version",)
+    assert [(each.name, each.section) for each in found.differences] == [("learning_rate", "optimizer")]
+    assert found.differences[0].describe() == "learning rate differs: 0.1 in a, 0.5 in c"
 
 
 def test_an_old_recording_is_compared_by_its_manifest(tmp_path):

@@ -145,6 +145,36 @@ def test_a_parameter_without_an_update_does_not_hide_the_ones_after_it(tmp_path,
     assert not quantities(a, b, "update", "embed")
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_parameter_is_gathered_as_it_began(tmp_path, monkeypatch, frozen):
+    """It has no update, so the values before a step are the initial ones. Of others they are not known."""
+    units = tuple(
+        (
+            unit,
+            PerParamLayout(
+                tuple(replace(p, requires_grad=not (frozen and p.name == "bias")) for p in layout.params), 2
+            ),
+        )
+        for unit, layout in synthetic.manifest(kind="per_param").units
+    )
+    made = synthetic.manifest(units=units, schedule=Schedule(dense=3, every=1))
+
+    def gathered(phase, step, rank, name, array):
+        if name == "bias" and phase in ("update", "unsharded"):
+            array = synthetic.initial("bias", "float64")
+        return array + (wrong and (phase, step, rank, name) == ("unsharded", 1, 1, "bias"))
+
+    runs = []
+    for wrong in (False, True):
+        runs.append(without(monkeypatch, "updated", "bias", tmp_path / f"{wrong}", made, tamper=gathered))
+    found = compare(*runs)
+    if frozen:
+        assert found.verdict is Verdict.BUG and place(found) == (1, "unsharded", "bias", 1)
+        assert "is not bitwise equal to the shards of True before the step" in found.reason
+    else:
+        assert found.verdict is Verdict.EQUAL
+
+
 def test_an_update_that_one_side_has_not_is_an_error(tmp_path, monkeypatch):
     full = synthetic.record(tmp_path / "full")
     lacking = without(monkeypatch, "updated", "embed", tmp_path / "lacking")

@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,20 @@ from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
-from crossframe.verdict import Verdict, compare
-from crossframe.verdict.perturbed_runs.directions import Directions, Sums, Tally, directions_of
+from crossframe.verdict import Verdict, compare, evidence
+from crossframe.verdict.diagnosis import Diagnosis
+from crossframe.verdict.findings import Findings
+from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.perturbed_runs.directions import (
+    GAIN,
+    TANH,
+    Directions,
+    Found,
+    Sums,
+    Tally,
+    directions_of,
+)
 from crossframe.verdict.perturbed_runs.students_distribution import student_limit
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
@@ -201,6 +214,50 @@ def test_a_direction_inside_the_spread_is_a_bug_there(tmp_path):
     found = compare(a, synthetic.record(tmp_path / "b", made, tamper=both(jitter(99, 0.02), scaled(1.05))))
     assert found.verdict is Verdict.BUG and "standard errors" in found.reason
     assert found.limit_used is not None and found.parted and found.parted.name == "output of block"
+
+
+@pytest.mark.parametrize(
+    ("direction", "signature", "ending"),
+    [(GAIN, "norm_epsilon", ", as with another epsilon."), (TANH, "tanh_gelu", "."), ("slope", None, None)],
+)
+def test_a_direction_that_is_one_cause_names_it(tmp_path, monkeypatch, direction, signature, ending):
+    pair, found = _pair_with_direction(tmp_path, direction)
+    monkeypatch.setattr(evidence, "diagnose", lambda *args: None)
+    limits = SimpleNamespace(limit=None)
+
+    def concluded(where=None):
+        directions = Directions(found, {}, 0.0, 1)
+        return evidence.evidence_from_direction(pair, Findings(), directions, limits, where, ("a", "b"))
+
+    told = concluded()
+    assert told is not None and told.verdict is Verdict.BUG and told.first.beyond
+    assert told.reason == found.describe(("a", "b"))
+    assert told.diagnosis == (None if signature is None else Diagnosis(signature, told.reason + ending))
+    assert evidence.evidence_from_direction(pair, Findings(), None, limits, None, ("a", "b")) is None
+    # What is outside of its spread at an earlier step explains the direction.
+    assert concluded(SimpleNamespace(step=1)) is not None and concluded(SimpleNamespace(step=0)) is None
+
+
+@pytest.mark.parametrize(("step", "is_cause"), [(1, True), (0, False)])
+def test_a_direction_is_located_at_the_first_bits_of_its_step(tmp_path, monkeypatch, step, is_cause):
+    pair, found = _pair_with_direction(tmp_path, "slope")
+    monkeypatch.setattr(evidence, "diagnose", lambda *args: None)
+    first = judge(quantity([1.0, 2], [1.0, 2.1], phase="reduce", step=step, parameter="bias"))
+    findings = Findings()
+    findings.in_bits = first
+    told = evidence.evidence_from_direction(
+        pair, findings, Directions(found, {}, 0.0, 1), SimpleNamespace(limit=None), None, ("a", "b")
+    )
+    assert told is not None and (told.first is first) is is_cause
+    clause = "; in bits the first difference is reduced gradient (bias)"
+    assert told.reason == found.describe(("a", "b")) + clause * is_cause
+
+
+def _pair_with_direction(folder, direction):
+    """A pair of recordings, and a direction of a gradient before step 2."""
+    pair = Pair(*(synthetic.record(folder / name) for name in "ab"))
+    gradient = quantity(np.ones(3), np.full(3, 1.02), phase="reduce", step=1, parameter="bias")
+    return pair, Found(gradient, direction, 0.02, 0.001, 0.01, 2, 1, 4)
 
 
 def test_a_factor_common_to_all_gradients_is_found():

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from crossframe.recording import RecordingWriter
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers import synthetic
 
@@ -55,3 +56,15 @@ def test_a_rank_with_another_start_is_named(tmp_path):
 def test_values_that_were_moved_wrongly_are_a_bug(tmp_path, change):
     for found in _compared(tmp_path, _starts(change)):
         assert found.verdict is Verdict.BUG and found.first_divergence and found.first_divergence.phase == "parameters"
+
+
+def test_parameters_without_recorded_initial_values_are_left_out(tmp_path, monkeypatch):
+    own = RecordingWriter.parameters
+
+    def without_embed(writer, step, unit, pieces):
+        own(writer, step, unit, {name: piece for name, piece in pieces.items() if name != "embed"})
+
+    monkeypatch.setattr(RecordingWriter, "parameters", without_embed)
+    for found in _compared(tmp_path, _starts(_drawn)):
+        assert found.verdict is Verdict.INCOMPARABLE
+        assert "start with different values of 3 of 4 parameters, first 'bias', on all ranks" in found.reason

@@ -14,6 +14,8 @@ from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import WHOLE, sketches_of
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure.causal_order import walk
+from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import both
 
@@ -150,6 +152,23 @@ def test_a_rank_of_another_layout_is_not_named(tmp_path):
     assert found.verdict is Verdict.BUG
     where = found.first_divergence
     assert where is not None and (where.rank, where.parameter, where.start, where.stop) == (None, "embed", 0, 1200)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.ROUNDING), (1 + 2.0**-20, Verdict.BUG)])
+def test_sketched_initial_values_of_two_dtypes_are_equal_up_to_a_rounding(tmp_path, factor, verdict):
+    coarse = run(
+        tmp_path / "a", made(detail="sketch"), tamper=at("parameters", "block.w", lambda x: x * np.float32(factor))
+    )
+    fine = run(tmp_path / "b", made(detail="sketch", dtype="float64"))
+    for pair in ((coarse, fine), (fine, coarse)):
+        (quantity,) = (
+            q for group in walk(Pair(*pair)) for q in group if (q.phase, q.name) == ("parameters", "block.w")
+        )
+        assert quantity.bound == 2.0**-24 and quantity.scale == max(quantity.norms) > 0
+        found = compare(*pair)
+        assert (found.verdict is Verdict.BUG) is (verdict is Verdict.BUG), found.reason
+        if verdict is Verdict.BUG:
+            assert (found.first_divergence.phase, found.first_divergence.parameter) == ("parameters", "block.w")
 
 
 def test_a_backend_may_sketch_for_itself(tmp_path):
