@@ -131,8 +131,30 @@ def test_initial_values_of_two_dtypes_are_compared_in_the_coarser_one(tmp_path):
         "initial values" not in found
         and found["embed"] == "parameter 'embed' differs: float64[4, 3] in a, float32[4, 3] in b"
     )
-    rounded = record(tmp_path / "c", manifest(dtype="float32"), tamper=only("parameters", "embed", lambda x: x * 2))
-    assert "initial values" in {each.name for each in check_recordings(a, rounded).differences}
+    assert "initial values" not in {each.name for each in check_recordings(b, a).differences}
+    other = record(tmp_path / "c", manifest(dtype="float32"), tamper=only("parameters", "embed", lambda x: x * 2))
+    assert "initial values" in {each.name for each in check_recordings(a, other).differences}
+
+
+def test_sketches_of_two_dtypes_and_parameters_of_two_shapes_have_no_common_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"embed": (40, 30)})
+    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (40, 30), "bias": (3,)}})
+    a = record(tmp_path / "a", manifest(detail="sketch"))
+    b = record(tmp_path / "b", manifest(detail="sketch", dtype="float32"))
+    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"embed": (30, 40)})
+    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (30, 40), "bias": (3,)}})
+    c = record(tmp_path / "c", manifest(detail="sketch"))
+    for first, second in ((a, b), (b, a), (a, c), (c, a)):
+        found = {each.name: each for each in check_recordings(first, second).differences}
+        assert "initial values" not in found and found["embed"].section == "parameters"
+        sides = [f"{r.manifest.params['embed'].dtype}{list(r.manifest.params['embed'].shape)}" for r in (first, second)]
+        assert [found["embed"].a, found["embed"].b] == sides
+
+
+def test_the_same_initial_values_that_are_not_finite_do_not_differ(tmp_path):
+    lost = only("parameters", "embed", lambda x: x * np.nan)
+    a, b = (record(tmp_path / name, tamper=lost) for name in "ab")
+    assert not check_recordings(a, b).differences
 
 
 def test_batches_are_compared_by_samples_and_by_their_order(tmp_path):
@@ -180,6 +202,7 @@ def test_the_recording_without_an_environment_is_named(pair):
     assert found.notes == ("c does not state its environment; record it again with this version",)
     assert [(each.name, each.section) for each in found.differences] == [("learning_rate", "optimizer")]
     assert found.differences[0].describe() == "learning rate differs: 0.1 in a, 0.5 in c"
+    assert (found.differences[0].a, found.differences[0].b) == (0.1, 0.5)
 
 
 def test_an_old_recording_is_compared_by_its_manifest(tmp_path):

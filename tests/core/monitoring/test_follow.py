@@ -280,6 +280,29 @@ def synthetic_loss(directory):
     return Recording.open(directory).losses()[0].mean()
 
 
+def test_a_monitor_is_due_at_recorded_steps_and_every_so_many():
+    monitor, kept = Monitor(every=4, checkpoint=lambda num_steps: kept.append(num_steps)), []
+    assert [step for step in range(9) if monitor.is_due(step, recorded=step == 5)] == [3, 5, 7]
+    assert not monitor.judge()  # no recording has begun
+    monitor.save_checkpoint(3)
+    Monitor().save_checkpoint(4)
+    assert kept == [3]
+
+
+def test_a_run_that_cannot_be_compared_with_its_baseline_is_a_note(tmp_path):
+    faulty.record(tmp_path / "base", dtype="float32")
+    for number in (1, 2):
+        faulty.record(tmp_path / "base" / f"twin{number:05d}", noise=number, dtype="float32")
+    write_run(tmp_path / "other", manifest(dtype="float32"))
+    other, rule = Recording.open(tmp_path / "other"), baseline.BaselineRule(tmp_path / "base")
+    step, text, note = rule.add(other.first(1))
+    assert (step, text) == (0, "")
+    assert note.startswith(
+        "the run is not compared with its baseline base: learning rate differs: 0.01 in base, 0.1 in other"
+    )
+    assert rule.add(other) == (0, "", "")
+
+
 def test_a_monitor_that_fails_does_not_end_the_training(tmp_path, caplog):
     write_run(tmp_path / "run", manifest())
     monitor = Monitor()

@@ -1,6 +1,7 @@
 """Models on meshes with model axes (R39): the part of each rank, and the owners of every element."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from crossframe.mesh import ParallelMesh
 from crossframe.parallel import ParallelModel, ParallelSharding, Style
 from crossframe.params import ParamSpec
 from crossframe.shapes import ModelShapes, model_shapes
+from crossframe.shapes.published import PUBLISHED
 from tests.core.helpers.random_layouts import QUICK
 
 # An embedding, blocks with a perceptron and stacked or numbered experts, and a head.
@@ -149,6 +151,39 @@ def test_R39_parts_of_llama():
     assert shapes[1]["model.layers.16.mlp.down_proj.weight"] == (4096, 14336 // 8)
     assert shapes[1]["lm_head.weight"] == (128256 // 8, 4096) and shapes[1]["model.norm.weight"] == (4096,)
     assert len(shapes[0]) == 1 + 16 * 9 and len(shapes[1]) == 2 + 16 * 9
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "llama-3-405b"])
+def test_the_size_of_a_published_model_is_the_sum_of_its_parameters(name):
+    assert PUBLISHED[name].numel == sum(param.numel for param in model_shapes(name).params)
+
+
+def test_R39_unknown_names_elements_and_ranks_are_refused():
+    sharding = ParallelSharding(ParallelModel(shapes_of(), ParallelMesh.of(dp=2), ()), "flat")
+    assert sharding.where("h.0.norm.weight", 3) and sharding.where("h.0.norm.weight", 0)
+    with pytest.raises(CrossframeError, match=r"no parameter is named 'x': expected one of \['embed.weight', 'h.0"):
+        sharding.where("x", 0)
+    with pytest.raises(CrossframeError, match="no parameter is named 3"):
+        sharding.where(3, 0)  # type: ignore[arg-type]
+    for element in (-1, 4, True, 1.0):
+        with pytest.raises(CrossframeError, match=f"'h.0.norm.weight': expected an element from 0 to 3, got {element}"):
+            sharding.where("h.0.norm.weight", element)  # type: ignore[arg-type]
+    data = ParallelMesh.of(dp=2, tp=2).data_ranks(1)
+    assert [data.index(rank) for rank in data.ranks] == [0, 1]
+    with pytest.raises(CrossframeError, match=r"expected one of the data-parallel ranks .*, got 2"):
+        data.index(2)
+    with pytest.raises(CrossframeError, match="expected the name of a model or a path, got 3"):
+        model_shapes(3)  # type: ignore[arg-type]
+
+
+def test_R39_shared_parameters_of_the_root_are_on_no_stage():
+    shapes = shapes_of()
+    first = replace(shapes.params[0], aliases=("head.tied",))
+    tied = ModelShapes(shapes.name, (first, *shapes.params[1:]), shapes.units)
+    with pytest.raises(
+        CrossframeError, match=r"'embed.weight' of the root is shared with \('head.tied',\), which may be on another"
+    ):
+        ParallelModel(tied, ParallelMesh.of(pp=2))
 
 
 def test_R39_experts_are_units_of_their_own():

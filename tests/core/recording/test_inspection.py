@@ -1,15 +1,21 @@
 """One recording examined by itself: what is found where, and nothing in a right one."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from crossframe.inspection import inspect
+from crossframe.inspection.not_finite import NotFinite
 from crossframe.inspection.optimizer import _Checked, _findings, _Notes
-from crossframe.recording import Schedule
-from tests.core.helpers.synthetic import LEARNING_RATE, both, manifest, record
+from crossframe.inspection.values import Range
+from crossframe.recording import Recording, Schedule
+from crossframe.recording.event_format import encode, place
+from crossframe.recording.sketch import sketches_of
+from crossframe.verdict.measure.values import Side
+from tests.core.helpers.synthetic import LEARNING_RATE, both, edit_events, manifest, record
 
 SGD = {"optimizer": "SGD", "lr": LEARNING_RATE}
 
@@ -106,6 +112,56 @@ def test_ranks_that_disagree_are_named(inspected, phase, name, options, expected
 def test_replicas_that_differ_by_rounding_are_no_fault(inspected):
     found = inspected(at("reduce", 1, 0, "embed", lambda array: np.nextafter(array, np.inf)), world_size=4, replicate=2)
     assert found.disagreements[0].rounding and not found.is_faulty
+
+
+def test_sketches_that_differ_between_replicas_have_the_estimated_difference(inspected, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    found = inspected(at("reduce", 0, 1, "embed", lambda array: array * 2), world_size=4, replicate=2, detail="sketch")
+    first = found.disagreements[0]
+    # The sketch estimates a distance to about a tenth, of the norm of the rank's piece.
+    assert (first.name, first.ranks) == ("reduced gradient of 'embed'", (1, 3))
+    assert first.difference == pytest.approx(0.5, rel=0.2) and not first.rounding
+
+
+@pytest.mark.parametrize(("difference", "rounding"), [(0.5, False), (1e-13, True)])
+def test_model_ranks_that_disagree_are_named(tmp_path, difference, rounding):
+    record(tmp_path, manifest(settings=SGD))
+    lines = ""
+    for phase, use, step in (("reduce", "reduced_grad", 1), ("state", "exp_avg", 1)):
+        fields = place(step, 0, phase, use, unit="block", name="block.w")
+        lines += encode("disagreement", fields | {"difference": difference, "axis": "tp", "ranks": [1, 3]})
+    edit_events(tmp_path, '{"event": "step", "step": 1', lines + '{"event": "step", "step": 1')
+    found = inspect(Recording.open(tmp_path))
+    along = "of 'block.w' along the mesh axis 'tp'"
+    assert [(each.step, each.name, each.ranks, each.difference, each.rounding) for each in found.disagreements] == [
+        (1, f"{what} {along}", (1, 3), difference, rounding) for what in ("reduced gradient", "exp_avg")
+    ]
+    assert found.is_faulty is not rounding
+
+
+def test_a_range_of_a_sketch_has_no_ends():
+    array = np.array([3.0, -4.0, np.nan, 0.0])
+    whole = Range.of("input", Side(array))
+    assert whole == Range("input", -4.0, 3.0, pytest.approx(5 / np.sqrt(3)), 1)
+    sketched = Range.of("input", Side(None, sketches_of([array])[0]))
+    assert sketched == Range("input", None, None, pytest.approx(5 / np.sqrt(4), rel=1e-6), 1)
+    assert sketched.describe() == "input with a root mean square of 2.5, 1 elements not finite"
+
+
+def test_a_value_that_is_not_finite_states_its_microbatch_within_a_module():
+    found = NotFinite(2, 1, (0, 3), "forward", "output of module 'a'", "a", "", 1, 4, True, (), (0, 3))
+    assert found.describe() == (
+        "step 2, ranks 0, 3, microbatch 1: the output of module 'a' is the first value that is not finite (1 of 4 elements); the "
+        "optimizer left all parameters as they were, as a gradient scaler does; what causes it at steps 0 to 2 was not all "
+        "recorded: record again with windows=[(0, 3)] (--window 0:3)"
+    )
+    assert "microbatch" not in replace(found, module="").describe() + replace(found, microbatch=0).describe()
+
+
+def test_an_optimizer_is_examined_by_elements_alone(inspected, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    found = inspected(detail="sketch")
+    assert found.notes == ("the optimizer's steps were not examined: no two steps in a row were recorded in full",)
 
 
 def test_ranks_fed_alike_are_noted(tmp_path, monkeypatch):

@@ -120,6 +120,11 @@ def test_R26_the_factors_of_a_mesh_multiply_to_its_ranks(shard, replicate, api, 
         assert (factors.before, factors.between) == (divide_factors(mesh.world_size).before, 1)
 
 
+def test_R26_where_collectives_only_sum_the_ranks_divide_after_the_last_of_them():
+    assert factors_of(MeshSpec(3, 2), Api.FSDP2, "float32", sum_only=True) == DivideFactors(1.0, 6.0)
+    assert factors_of(MeshSpec(3, 2), Api.FSDP1, "float32", sum_only=True) == divide_factors(6)
+
+
 def test_R27_a_custom_factor_takes_the_place_of_the_number_of_ranks_in_either_api():
     for api in Api:
         assert factors_of(MeshSpec(3, 2), api, "float32", 5.0) == DivideFactors(5.0, 1.0)
