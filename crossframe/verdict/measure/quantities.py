@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
@@ -36,6 +37,7 @@ class Quantity:
             shards and b the gathered value.
         by: the factors by which a and b were multiplied to undo clipping (`crossframe.verdict.measure.clipping`) or a scale of
             the loss (`crossframe.verdict.measure.loss_scale`), and their rounding with them.
+        stored: the dtypes of the recorded elements, where a factor gives elements that they do not have.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Quantity:
     sketches: tuple[Sketch, Sketch] | None = None
     within: str = ""
     by: tuple[float, float] = (1.0, 1.0)
+    stored: tuple[str, str] | None = None
 
     @property
     def kind(self) -> str:
@@ -86,7 +89,10 @@ class Quantity:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        return tuple(s.dtype for s in self.sketches) if self.sketches else (self.a.dtype.name, self.b.dtype.name)  # type: ignore[return-value]
+        """The dtypes in which both sides were recorded."""
+        if self.sketches:
+            return self.sketches[0].dtype, self.sketches[1].dtype
+        return self.stored or (self.a.dtype.name, self.b.dtype.name)
 
     @property
     def norms(self) -> tuple[float, float]:
@@ -107,7 +113,8 @@ class Quantity:
         """
         sketches = self.sketches and (_sketch_times(self.sketches[0], a), _sketch_times(self.sketches[1], b))
         first, second = _times(self.a, a), _times(self.b, b)
-        return replace(self, a=first, b=second, sketches=sketches, by=(a * self.by[0], b * self.by[1]))
+        by = a * self.by[0], b * self.by[1]
+        return replace(self, a=first, b=second, sketches=sketches, by=by, stored=self.dtypes)
 
     @property
     def typical(self) -> float:
@@ -121,7 +128,15 @@ def finite(array: np.ndarray) -> np.ndarray:
 
 
 def _times(array: np.ndarray, factor: float) -> np.ndarray:
-    return array if factor == 1.0 else (np.asarray(array, np.float64) * factor).astype(array.dtype)
+    """The product in the dtype of the array, or in float64 if that has no number near an element, as float16 below 6e-5."""
+    if factor == 1.0:
+        return array
+    wide = np.asarray(array, np.float64) * factor
+    with np.errstate(over="ignore"):
+        product = wide.astype(array.dtype)
+    least = float(ml_dtypes.finfo(array.dtype).smallest_normal)
+    in_range = np.isfinite(product) & (np.abs(wide) >= least)
+    return product if np.all(in_range | (product == wide) | ~np.isfinite(wide)) else wide
 
 
 def _sketch_times(sketch: Sketch, factor: float) -> Sketch:

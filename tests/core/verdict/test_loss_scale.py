@@ -57,6 +57,42 @@ def test_a_scale_by_hand_holds_for_steps_without_local_gradients(tmp_path):
     assert found.verdict is Verdict.EQUAL, found.reason
 
 
+def small(phase, step, rank, name, array):
+    """Gradients that float16 has only if they are scaled."""
+    return array * np.asarray(1e-8, array.dtype) if phase in ("backward", "reduce") else array
+
+
+def in_half(by):
+    """Local gradients in float16, times a scale."""
+
+    def change(phase, step, rank, name, array):
+        return (by * array).astype(np.float16) if phase == "backward" else array
+
+    return synthetic.both(small, change)
+
+
+def test_small_scaled_gradients_in_float16_keep_their_precision(tmp_path):
+    made = synthetic.manifest(dtype="float32")
+    a = synthetic.record(tmp_path / "a", made, tamper=small)
+    b = synthetic.record(tmp_path / "b", made, tamper=in_half(2.0**16))
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        local = [each.difference for each in found.judged if each.phase == BACKWARD]
+        assert local and found.notes, found.reason
+        assert max(local) <= 2.0**-11  # one rounding to float16
+
+
+def test_powers_of_two_leave_float16_gradients_equal(tmp_path):
+    def by_hand(phase, step, rank, name, array):
+        return array * np.float16(SCALE) if phase in ("forward", "backward") else array
+
+    made = synthetic.manifest(dtype="float16")
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=by_hand)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.notes and found.verdict is Verdict.EQUAL, found.reason
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_scaled_loss_without_divided_gradients_is_a_bug(tmp_path, optimizer):
     """Adam's updates would not show it."""
