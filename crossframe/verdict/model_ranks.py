@@ -4,17 +4,19 @@ Under tensor, sequence or expert parallelism these ranks gather what is divided,
 them have the same tensor. The recorder compares them and writes a line where they differ
 (`crossframe.recording.event_format`), since the recording itself has the values of the first of them alone.
 
-Parameters, reduced gradients and optimizer state that differ are a bug. A batch or an activation that differs is none by itself,
+Parameters, reduced gradients and optimizer state that differ by more than the bound of the same quantity in two recordings are a
+bug. A batch or an activation that differs is none by itself,
 since a program may add up later what a module gives. Before such a bug it is the place where it began.
 """
 
 import math
 
 from crossframe.recording import Recording
-from crossframe.recording.event_format import FORWARD, PARAMETERS
+from crossframe.recording.event_format import FORWARD, PARAMETERS, REDUCE, STATE, UPDATE
 from crossframe.recording.event_index import UnequalRanks
 from crossframe.verdict.divergence_text import NOUNS
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
+from crossframe.verdict.measure.causal_order import quantity_of
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
@@ -22,15 +24,20 @@ from crossframe.verdict.measure.pair import Pair
 
 def model_ranks_differ(pair: Pair) -> tuple[Divergence, str] | None:
     """(the first place, the reason) where such ranks of one run differ by more than rounding, and those of the other do not."""
-    a, b = pair.a, pair.b
-    found = [
-        {_key(each): each for each in recording.disagreements(pair.num_steps) if _beyond(each, pair)}
-        for recording in (a, b)
-    ]
-    for own, other, recording, label in zip(found, reversed(found), (a, b), labels(a, b), strict=True):
-        alone = [each for key, each in own.items() if key not in other]
-        if any(each.phase != FORWARD for each in alone):
-            return _place(alone[0], recording), _describe(alone[0], label, bounds_for(pair.dtype).parameter)
+    by_key = [{_key(each): each for each in recording.disagreements(pair.num_steps)} for recording in (pair.a, pair.b)]
+    for side, (own, other) in enumerate((by_key, by_key[::-1])):
+        first = None
+        for key, each in own.items():
+            bound = _bound(each, pair, side)
+            if each.difference <= bound or (
+                key in other and not other[key].difference <= _bound(other[key], pair, 1 - side)
+            ):
+                continue
+            first = first or (each, bound)
+            if each.phase != FORWARD:
+                return _place(first[0], (pair.a, pair.b)[side]), _describe(
+                    first[0], labels(pair.a, pair.b)[side], first[1]
+                )
     return None
 
 
@@ -46,8 +53,19 @@ def _key(each: UnequalRanks) -> tuple[int, str, str, str]:
     return each.step, each.phase, each.name, each.use
 
 
-def _beyond(each: UnequalRanks, pair: Pair) -> bool:
-    return not each.difference <= bounds_for(pair.dtype).parameter
+def _bound(each: UnequalRanks, pair: Pair, side: int) -> float:
+    """The bound on the difference of a tensor within one recording: that of the same quantity between two recordings.
+
+    A recorder divides by norm(first), or by 1 if it is zero. The scale of a quantity may be larger, as twice the norm of squares.
+    """
+    bound = bounds_for(pair.dtype).parameter
+    if each.difference <= bound or each.phase not in (REDUCE, STATE, UPDATE):
+        return bound
+    quantity = quantity_of(pair, each.phase, each.step, each.name, each.use if each.phase == STATE else "")
+    if quantity is None or not math.isfinite(each.difference):
+        return bound
+    assert quantity.bound is not None
+    return max(bound, quantity.bound * quantity.scale / (quantity.norms[side] or 1.0))
 
 
 def _describe(each: UnequalRanks, label: str, bound: float) -> str:

@@ -90,6 +90,19 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
             yield from _updates(pair, step)
 
 
+def quantity_of(pair: Pair, phase: str, step: int, name: str, use: str = "") -> Quantity | None:
+    """A reduced gradient, optimizer state entry or updated parameter of the first replicas; None unless both recordings have it.
+
+    Args:
+        use: the name of the optimizer state entry.
+    """
+    if name not in pair.names() or not pair.has(phase, step, name, use):
+        return None
+    if phase == STATE:
+        return _slot(pair, step, name, use, (0, 0))
+    return (_reduced_grad if phase == REDUCE else _update)(pair, step, name, (0, 0))
+
+
 def _quantity(
     pair: Pair,
     step: int,
@@ -397,21 +410,20 @@ def _gradient(
 
 
 def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
-    event = REDUCE_SCATTER if pair.b.manifest.mesh.shard > 1 else ALL_REDUCE
     names = pair.names(backward=True)
     if any(not any(r.has(REDUCE, step, name) for name in names) for r in (pair.a, pair.b)):
         return
+    for name in names:
+        if pair.any_has(REDUCE, step, name):
+            yield [_reduced_grad(pair, step, name, replicas) for replicas in pair.replicas]
+
+
+def _reduced_grad(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:
+    event = REDUCE_SCATTER if pair.b.manifest.mesh.shard > 1 else ALL_REDUCE
     clipped = clipped_on_one_side(pair, step)
     by = clipped.undone if clipped else (1.0, 1.0)
-    typical = pair.sizes[0].typical[step]
-    for name in names:
-        if not pair.any_has(REDUCE, step, name):
-            continue
-        group = []
-        for replicas in pair.replicas:
-            sides = pair.assemble(REDUCE, step, name, replicas)
-            group.append(_gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1], by))
-        yield group
+    sides, typical = pair.assemble(REDUCE, step, name, replicas), pair.sizes[0].typical[step]
+    return _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1], by)
 
 
 def _norms(pair: Pair, step: int) -> Iterator[Group]:
@@ -455,13 +467,12 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
 
 
 def _updates(pair: Pair, step: int) -> Iterator[Group]:
-    bound = pair.bounds.parameter
     for name in pair.names():
-        if not pair.any_has(UPDATE, step, name):
-            continue  # frozen
-        group = []
-        for replicas in pair.replicas:
-            sides = _without_noise(pair, name, pair.assemble(UPDATE, step, name, replicas))
-            made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
-            group.append(made.with_scale(_moving_scale(pair, name, made)))
-        yield group
+        if pair.any_has(UPDATE, step, name):  # else it is frozen
+            yield [_update(pair, step, name, replicas) for replicas in pair.replicas]
+
+
+def _update(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:
+    sides, bound = _without_noise(pair, name, pair.assemble(UPDATE, step, name, replicas)), pair.bounds.parameter
+    made = _quantity(pair, step, UPDATE, "optimizer", name, sides, bound=bound, replica=replicas[1])
+    return made.with_scale(_moving_scale(pair, name, made))

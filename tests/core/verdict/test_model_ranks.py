@@ -3,9 +3,10 @@
 import pytest
 
 from crossframe.recording import Recording
-from crossframe.recording.event_format import FORWARD, PARAMETERS, REDUCE, encode, place
+from crossframe.recording.event_format import FORWARD, PARAMETERS, REDUCE, STATE, UPDATE, encode, place
 from crossframe.verdict import Verdict, compare
-from tests.core.helpers import synthetic
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
+from tests.core.helpers import faulty, synthetic
 
 OUTPUT = ("block", FORWARD, "block", "output")
 GRADIENT = ("block", REDUCE, "block.w", "reduced_grad")
@@ -16,6 +17,10 @@ PARAMETER = ("", PARAMETERS, "embed", "parameter")
 def recorded(folder, *disagreements, difference=0.5, tamper=None):
     """A recording in which model ranks differ in these values at step 0."""
     synthetic.write_run(folder, synthetic.manifest(), tamper=tamper)
+    return with_lines(folder, disagreements, difference)
+
+
+def with_lines(folder, disagreements, difference):
     lines = ""
     for unit, phase, name, use in disagreements:
         fields = place(0, 0, phase, use, unit=unit, name=name)
@@ -77,3 +82,39 @@ def test_of_a_fault_and_a_disagreement_the_earlier_is_located(tmp_path, phase, n
     else:
         assert found.first_divergence.ranks == (1, 3) and found.diagnosis is None
         assert text in found.reason.partition("; from the first of them alone: at step 0 ")[0]
+
+
+BOUND = bounds_for("float64").parameter
+
+
+@pytest.mark.parametrize(
+    ("phase", "use", "factor"),
+    [
+        pytest.param(REDUCE, "reduced_grad", 1.0, id="gradient"),
+        pytest.param(STATE, "exp_avg", 1.0, id="first moment"),
+        pytest.param(STATE, "exp_avg_sq", 2.0, id="second moment"),
+    ],
+)
+def test_each_phase_has_the_bound_of_two_recordings(tmp_path, phase, use, factor):
+    where = ("block", phase, "block.up.weight", use)
+    right = faulty.record(tmp_path / "right")
+    for share, verdict in ((0.9, Verdict.EQUAL), (1.1, Verdict.BUG)):
+        faulty.record(tmp_path / f"{share}")
+        wrong = with_lines(tmp_path / f"{share}", [where], share * factor * BOUND)
+        for pair in ((right, wrong), (wrong, right)):
+            found = compare(*pair)
+            assert found.verdict is verdict, found.reason
+            assert share < 1 or f"(bound {factor * BOUND:.1e})" in found.reason
+
+
+@pytest.mark.parametrize("phase", [REDUCE, STATE, UPDATE])
+def test_ranks_may_differ_by_the_rounding_of_cancelled_terms(tmp_path, phase):
+    """A gradient that is small beside those of other parameters is only known up to the rounding of its terms."""
+
+    def small(at, step, rank, name, array):
+        return 1e-9 * array if name == "block.w" and at in ("parameters", REDUCE, STATE, UPDATE) else array
+
+    where = ("block", phase, "block.w", "exp_avg" if phase == STATE else "")
+    right = recorded(tmp_path / "right", tamper=small)
+    found = compare(right, recorded(tmp_path / "wrong", where, difference=1e-7, tamper=small))
+    assert found.verdict is Verdict.EQUAL, found.reason
