@@ -44,5 +44,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
-elif __name__ == "__mp_main__":  # a multiprocessing child of such a process
+elif __name__ == "__mp_main__":  # a multiprocessing child of such a process; that of a script has the script here
     sys.meta_path.insert(0, _Finder(_LIBRARIES | {_RESEARCH}))  # type: ignore[arg-type]

@@ -64,23 +64,21 @@ def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) 
 
 
 def run_as_main(script: str) -> dict[str, Any]:
-    """Run a script as the module `__main__`; returns its variables.
+    """Run a script as the module `__main__`, which it remains until the process ends; returns its variables.
 
-    As under `python SCRIPT`, its path is absolute in `__file__` and in tracebacks, and as given in sys.argv. (`runpy.run_path`
+    Processes that the script starts by multiprocessing's spawn import `__main__` again, also those of its exit handlers. As
+    under `python SCRIPT`, its path is absolute in `__file__` and in tracebacks, and as given in sys.argv. (`runpy.run_path`
     uses the same path for all of them: a traceback then has no code after a change of folder.)
     """
     path = os.path.abspath(script)
     call_file(path, script)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    module, before = ModuleType("__main__"), sys.modules["__main__"]
+    module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __package__=None, __annotations__={})
     sys.modules["__main__"] = module
-    try:
-        exec(code, module.__dict__)
-    finally:
-        sys.modules["__main__"] = before
+    exec(code, module.__dict__)
     return module.__dict__
 
 

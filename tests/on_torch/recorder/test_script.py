@@ -133,6 +133,7 @@ def run(tmp_path, monkeypatch):
     def run(text, *arguments, **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         path = tmp_path / "script.py"
         path.write_text(HEAD + text)
         given = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1} | options
@@ -213,6 +214,45 @@ def test_a_recorded_process_ends_without_finalizing_the_interpreter(tmp_path):
     assert ended.stdout.split("\n") == ["a thread", "at exit", ""]
     assert (tmp_path / "text").read_text() == "closed"
     assert Recording.open(tmp_path / "out").num_steps == 3
+
+
+OWN_EXPERIMENTS = """
+import torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, i):
+        import experiments.rows
+        return experiments.rows.row(i)
+def loaded():
+    return list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn"))
+"""
+USES_OWN_EXPERIMENTS = """
+import atexit, torch
+from experiments.data import loaded
+if __name__ == "__main__":
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x in loaded():
+        net(x).mean().backward()
+        optimizer.step()
+    atexit.register(lambda: print("at exit", len(loaded())))
+"""
+
+
+def test_spawned_workers_import_the_packages_of_the_script(tmp_path):
+    """Also those that the script starts after its last line."""
+    own = tmp_path / "experiments"
+    own.mkdir()
+    (own / "__init__.py").touch()
+    (own / "data.py").write_text(OWN_EXPERIMENTS)
+    (own / "rows.py").write_text("import torch\nrow = lambda i: torch.full((4,), float(i))\n")
+    (tmp_path / "script.py").write_text(USES_OWN_EXPERIMENTS)
+    options = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1, "windows": []}
+    command = script_command("torch", tmp_path / "script.py", [], options, None)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "at exit 2\n"), ended.stderr
+    assert Recording.open(tmp_path / "out").num_steps == 2
 
 
 def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
