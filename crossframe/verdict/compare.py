@@ -29,7 +29,6 @@ from crossframe.verdict.evidence import (
     evidence_from_cause,
     evidence_from_direction,
 )
-from crossframe.verdict.findings import Findings
 from crossframe.verdict.measure.aligned_samples import in_place
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.clipping import clipped_on_one_side
@@ -53,7 +52,7 @@ from crossframe.verdict.one_naming import in_one_naming
 from crossframe.verdict.one_sided_tensors import recorded_on_one_side
 from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.result import PairVerdict
-from crossframe.verdict.unused_rows import UnusedRows
+from crossframe.verdict.unlike_activations import UnlikeActivations
 from crossframe.verdict.verdicts import Verdict
 
 
@@ -93,7 +92,8 @@ def compare(
     that of a norm that applies a ReLU itself, is not compared if what follows agrees.
 
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
-    (`crossframe.verdict.unused_rows`).
+    (`crossframe.verdict.unused_rows`), or if they are not the same value in two implementations
+    (`crossframe.verdict.unlike_activations`).
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -141,7 +141,7 @@ def compare(
     dtype = pair.dtype
     limits = Limits.of(pair)
     pair.noise = limits.noise if limits else ()
-    findings, unused = Findings(), UnusedRows()
+    collected = UnlikeActivations(pair)
     narrower = None
     for group in walk(pair):
         if limits:
@@ -150,8 +150,9 @@ def compare(
             if narrower is None and pair.coarser is None and (narrower := narrower_dtype_at(group, dtype)) is not None:
                 pair.rounds_in = narrower.dtype
             judged = [judge(narrower.judged(quantity) if narrower else quantity) for quantity in group]
-        findings.add(judged, group)
-        unused.add(judged)
+        collected.add(judged, group)
+    collected.finish()
+    findings, unused = collected.findings, collected.unused
     if (without_use := unused.describe()) is not None:
         findings.set_aside()
     first = findings.first

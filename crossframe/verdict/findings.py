@@ -1,6 +1,7 @@
 """Collects the judgements of a comparison: the first quantity outside its bound, the first bitwise difference, the largest
 differences."""
 
+import copy
 import math
 import sys
 from dataclasses import replace
@@ -89,6 +90,13 @@ class Findings:
             # A zero-gradient parameter (bound inf) counts only if it is not finite on one side.
             apart = max(judgement.whole for judgement in group)
             self.parameters[step] = max(self.parameters.get(step, 0.0), apart if known else 0.0)
+
+    def copy(self) -> "Findings":
+        """Findings to which further judgements can be added without changing these."""
+        made = copy.copy(self)
+        made.group, made.judged, made.losses = list(self.group), list(self.judged), list(self.losses)
+        made.parameters = dict(self.parameters)
+        return made
 
     def set_aside(self) -> None:
         """Judge nothing that is outside its bound: it has no consequence (`crossframe.verdict.unused_rows`)."""

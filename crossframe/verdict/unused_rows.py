@@ -30,8 +30,8 @@ from crossframe.verdict.measure.quantities import ACTIVATION, finite
 
 
 @dataclass
-class _Step:
-    """What was judged at one step.
+class JudgedStep:
+    """What was judged at one step, and whether a difference of activations would show in it.
 
     Attributes:
         smallest: by name, the smallest difference of an activation outside its bound.
@@ -45,6 +45,25 @@ class _Step:
     loss: float = math.inf
     squares: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
+    def add(self, group: Sequence[Judgement]) -> None:
+        """Add the judgements of a group."""
+        q = group[0].quantity
+        if q.kind == ACTIVATION:
+            self.rows[q.name] += sum(math.prod(each.quantity.a.shape[:-1]) for each in group)
+        elif q.kind == FORWARD:
+            self.loss = max(each.quantity.bound or 0.0 for each in group)
+        elif q.kind in (BACKWARD, REDUCE):
+            for each in group:
+                limit = (each.quantity.bound or 0.0) * each.quantity.scale
+                if math.isfinite(limit):
+                    self.squares[0] += limit**2
+                    self.squares[1] += each.quantity.norms[0] ** 2
+
+    def add_beyond(self, group: Sequence[Judgement]) -> None:
+        """Add the judgements of an activation that are outside their bounds."""
+        name = group[0].quantity.name
+        self.smallest[name] = min(self.smallest.get(name, math.inf), *(each.difference for each in group))
+
     @property
     def visible(self) -> bool:
         """Whether a mean over all rows that includes one that differs would exceed a bound."""
@@ -54,48 +73,40 @@ class _Step:
 
 
 class UnusedRows:
-    """The activations of one comparison that are outside their bounds, and what could follow from them."""
+    """The activations of one comparison that are outside their bounds, and what could follow from them.
+
+    Attributes:
+        has_consequence: whether anything else is outside its bound.
+    """
 
     def __init__(self) -> None:
         self._first: Judgement | None = None
         self._num_activations = 0
         self._largest_share = 0.0
-        self._has_consequence = False
-        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
+        self.has_consequence = False
+        self._steps: defaultdict[int, JudgedStep] = defaultdict(JudgedStep)
 
     def add(self, group: Sequence[Judgement]) -> None:
         """Add the judgements of the next group in causal order."""
         q = group[0].quantity
         if any(each.beyond for each in group):
             self._add_beyond(group)
-        step = self._steps[q.step]
-        if q.kind == ACTIVATION:
-            step.rows[q.name] += sum(math.prod(each.quantity.a.shape[:-1]) for each in group)
-        elif q.kind == FORWARD:
-            step.loss = max(each.quantity.bound or 0.0 for each in group)
-        elif q.kind in (BACKWARD, REDUCE):
-            for each in group:
-                limit = (each.quantity.bound or 0.0) * each.quantity.scale
-                if math.isfinite(limit):
-                    step.squares[0] += limit**2
-                    step.squares[1] += each.quantity.norms[0] ** 2
+        self._steps[q.step].add(group)
 
     def _add_beyond(self, group: Sequence[Judgement]) -> None:
         beyond = [each for each in group if each.beyond]
-        shares = [_differing_share(each) for each in beyond]
+        shares = [differing_share(each) for each in beyond]
         if any(share is None for share in shares):
-            self._has_consequence = True
+            self.has_consequence = True
             return
         self._first = self._first or max(beyond, key=lambda each: each.difference)
         self._num_activations += 1
         self._largest_share = max(self._largest_share, *(share for share in shares if share is not None))
-        q = beyond[0].quantity
-        smallest = self._steps[q.step].smallest
-        smallest[q.name] = min(smallest.get(q.name, math.inf), *(each.difference for each in beyond))
+        self._steps[beyond[0].quantity.step].add_beyond(beyond)
 
     def describe(self) -> str | None:
         """The values that nothing uses as a sentence; None if nothing differs, or if anything may follow from it."""
-        if self._first is None or self._has_consequence:
+        if self._first is None or self.has_consequence:
             return None
         if not all(step.visible for step in self._steps.values()):
             return None
@@ -109,7 +120,7 @@ class UnusedRows:
         )
 
 
-def _differing_share(judgement: Judgement) -> float | None:
+def differing_share(judgement: Judgement) -> float | None:
     """The share of an activation's rows that differ; None if no other row shows that both sides compute the same function, if the
     rows are the same in another order, or if it is no activation of finite elements.
 

@@ -627,7 +627,8 @@ def test_an_activation_at_two_world_sizes_has_no_rank(tmp_path):
     def off(phase, step, rank, name, array):
         return array + 1.0 if (phase, name) == ("output", "block") else array
 
-    report, series = report_of([pair(tmp_path, off, b=synthetic.manifest(3, framework="jax"))])
+    other = synthetic.both(off, synthetic.OTHER_LOSS)
+    report, series = report_of([pair(tmp_path, other, b=synthetic.manifest(3, framework="jax"))])
     where = report["pairs"][0]["first_divergence"]
     assert (where["event"], where["unit"], where["rank"]) == ("output", "block", None)
     text = page(report, series)

@@ -15,7 +15,7 @@ from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import faulty, synthetic
 from tests.core.helpers.quantities import other_specs
-from tests.core.helpers.synthetic import only
+from tests.core.helpers.synthetic import OTHER_LOSS, both, only
 
 U = 2.0**-53
 
@@ -554,7 +554,9 @@ def test_a_number_of_any_shape_is_compared(tmp_path, shape):
 
     a, b = pair(tmp_path, tamper_a=number(()), tamper=number(shape))
     assert compare(a, b).verdict is Verdict.EQUAL
-    other = synthetic.record(tmp_path / "c", synthetic.manifest(framework="jax"), tamper=number(shape, 1.5))
+    other = synthetic.record(
+        tmp_path / "c", synthetic.manifest(framework="jax"), tamper=both(number(shape, 1.5), OTHER_LOSS)
+    )
     found = compare(a, other)
     assert found.verdict is Verdict.BUG and found.first_divergence.event == "output"
 
@@ -575,7 +577,9 @@ def relu(array):
 def test_outputs_before_and_after_an_activation_are_two_things(tmp_path, framework, change, is_bug):
     a = synthetic.record(tmp_path / "a")
     b = synthetic.record(
-        tmp_path / "b", synthetic.manifest(framework=framework), tamper=only("output", "block", change)
+        tmp_path / "b",
+        synthetic.manifest(framework=framework),
+        tamper=both(only("output", "block", change), *[OTHER_LOSS] * is_bug),
     )
     for runs in ((a, b), (b, a)):
         found = compare(*runs)
@@ -593,7 +597,7 @@ def test_an_activation_is_missing_if_what_follows_differs(tmp_path):
     without = synthetic.record(
         tmp_path / "b",
         synthetic.manifest(framework="jax"),
-        tamper=only("output", "", lambda array: 1.01 * array),
+        tamper=both(only("output", "", lambda array: 1.01 * array), OTHER_LOSS),
     )
     found = compare(a, without)
     assert found.verdict is Verdict.BUG and found.first_divergence.module == "block", found.reason

@@ -210,7 +210,7 @@ def test_a_fault_is_located_by_the_names_of_torch(tmp_path):
         return array + 1 if phase == "output" and step == 0 else array  # of the block, and so of the model
 
     (tmp_path / "other").mkdir()
-    where = compare(*pair(tmp_path / "other", other=wrong)).first_divergence
+    where = compare(*pair(tmp_path / "other", other=synthetic.both(wrong, synthetic.OTHER_LOSS))).first_divergence
     assert where is not None and (where.event, where.module) == ("output", "block")
 
 
@@ -427,7 +427,8 @@ def test_sketches_of_activations_of_other_modules_are_compared(tmp_path, large):
     sketches = [each.activation_sketch(0, 0, 0, "block", "output") for each in (a, same)]
     assert sketches[0] is not None and sketches[0].equals(sketches[1])
     (tmp_path / "other").mkdir()
-    where = compare(a, sketched(tmp_path / "other", large, tamper=wide(3))).first_divergence
+    other = sketched(tmp_path / "other", large, tamper=synthetic.both(wide(3), synthetic.OTHER_LOSS))
+    where = compare(a, other).first_divergence
     assert where is not None and (where.event, where.module) == ("output", "block")
 
 

@@ -96,7 +96,7 @@ def test_experts_may_get_their_tokens_in_any_order(record, order, repeated):
 def test_faults_of_experts_in_another_order_are_located(record, fault, module, use):
     a = record("torch", by=by_token)
     for order in (by_token, at_random):
-        found = compare(a, record("jax", by=order, noise=1, fault=fault))
+        found = compare(a, record("jax", by=order, noise=1, fault=fault, tamper=synthetic.OTHER_LOSS))
         where = found.first_divergence
         assert found.verdict is Verdict.BUG and (where.module, where.event) == (module, use), order
 
