@@ -15,10 +15,10 @@ from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 from crossframe.dtypes import TF32, unit_roundoff
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
-_ON_GPU = {Precision.DEFAULT: (TF32, 1), Precision.HIGH: (TF32, 1)}
+_ON_CUDA = {Precision.DEFAULT: (TF32, 1), Precision.HIGH: (TF32, 1)}
 _ON_TPU = {Precision.DEFAULT: ("bfloat16", 1), Precision.HIGH: ("bfloat16", 2), Precision.HIGHEST: ("bfloat16", 3)}
-_BY_BACKEND = {"gpu": _ON_GPU, "cuda": _ON_GPU, "rocm": _ON_GPU, "tpu": _ON_TPU}
-"""The dtype and number of components of a factor in float32."""
+_BY_PLATFORM = {"cuda": _ON_CUDA, "tpu": _ON_TPU}
+"""The dtype and number of components of a factor in float32. AMD GPUs multiply it in float32 unless a setting allows TF32."""
 _BY_NAME = {"F16": "float16", "BF16": "bfloat16", "TF32": TF32}
 _COMPONENTS = {"X3": 2, "X6": 3, "X9": 3}
 """By the number of products with which an algorithm's name ends."""
@@ -66,14 +66,20 @@ def roundings_of_product(params: Mapping[str, Any], dtypes: Sequence[str]) -> Ro
         sums = precision.accumulation_type
     else:
         pair = precision if isinstance(precision, tuple) else (precision, precision)
-        of_backend = _BY_BACKEND.get(jax.default_backend(), {})
+        of_platform = _BY_PLATFORM.get(_platform(), {})
         factors = [
-            of_backend.get(one or Precision.DEFAULT, (None, 1)) if dtype == "float32" else (None, 1)
+            of_platform.get(one or Precision.DEFAULT, (None, 1)) if dtype == "float32" else (None, 1)
             for one, dtype in zip(pair, dtypes, strict=True)
         ]
         sums = None
     rounded = [_of_factor(stored, *each) for stored, each in zip(dtypes, factors, strict=True)]
     return Roundings(max(rounded), 0.0 if sums is None else unit_roundoff(np.dtype(sums).name))
+
+
+def _platform() -> str:
+    """The default backend; "cuda" or "rocm" for a GPU, which JAX calls "gpu" in both cases."""
+    version = str(jax.devices()[0].client.platform_version)
+    return next((name for name in ("cuda", "rocm") if name in version), jax.default_backend())
 
 
 def _of_factor(stored: str, dtype: str | None, components: int) -> float:

@@ -2,6 +2,7 @@
 
 import runpy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -202,11 +203,28 @@ def test_the_bound_of_a_product_follows_its_precision(monkeypatch, precision, in
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 512), (512, 8)))
     x, w = (abs(x), abs(w)) if positive else (x, w)
     (equation,) = jax.make_jaxpr(lambda x, w: jax.lax.dot(x, w, precision=precision))(x, w).eqns
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    as_on_gpu(monkeypatch, "PJRT C API\ncuda 12090")
     for bits in (24, 11, 8):
         computed = in_format(x, bits) @ in_format(w, bits)
         judged = judge(equation.primitive, equation.params, [x, w], [computed])
         assert judged is not None and judged.inside == (bits in inside), (bits, judged)
+
+
+@pytest.mark.parametrize("precision", [None, "high", "highest"])
+def test_amd_gpus_multiply_float32_in_float32(monkeypatch, precision):
+    x, w = np.ones((8, 512), np.float32), np.ones((512, 8), np.float32)
+    (equation,) = jax.make_jaxpr(lambda x, w: jax.lax.dot(x, w, precision=precision))(x, w).eqns
+    as_on_gpu(monkeypatch, "PJRT C API\nrocm 70051")
+    for bits in (24, 11):
+        # Half a unit of TF32 away in every factor.
+        judged = judge(equation.primitive, equation.params, [x, w], [x @ w * np.float32(1 + (bits == 11) * 2.0**-11)])
+        assert judged is not None and judged.inside == (bits == 24), judged
+
+
+def as_on_gpu(monkeypatch, version):
+    """Answer as JAX does on the GPU of this version, in JAX's words."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=SimpleNamespace(platform_version=version))])
 
 
 def test_a_product_of_float16_factors_and_one_of_groups_are_judged():
