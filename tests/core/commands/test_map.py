@@ -7,11 +7,14 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from crossframe.alignment.models import read_models, read_recorded
+from crossframe.baseline import condense
 from crossframe.checkpoint import finish
 from crossframe.cli.commands import app
-from crossframe.errors import MappingError
+from crossframe.errors import MappingError, RecordingError, UsageError
 from crossframe.layout import PerParamLayout
 from crossframe.param_map import ParamMap
+from crossframe.recording import Recording
 from tests.core.helpers import checkpoints, synthetic
 from tests.core.helpers.translated import translate
 
@@ -108,6 +111,27 @@ def test_a_model_that_cannot_be_read_is_named(files, tmp_path, content):
         path.write_bytes(content)
     status, text = run(files[0], path)
     assert status == 2 and "c.safetensors: expected a safetensors file" in text.replace("\n", "")
+
+
+def test_models_without_floating_tensors_steps_or_elements_are_refused(files, tmp_path):
+    save_file({"n": np.arange(3)}, tmp_path / "ints.safetensors")
+    (tmp_path / "empty").mkdir()
+    for name in ("ints.safetensors", "empty"):
+        status, text = run(files[0], tmp_path / name)
+        assert status == 2, text
+    with pytest.raises(
+        UsageError, match="ints.safetensors: expected a recording, .* with floating tensors; there is none"
+    ):
+        read_models((files[0], tmp_path / "ints.safetensors"))
+    synthetic.write_run(tmp_path / "begun", synthetic.manifest(), stop_before=0)
+    with pytest.raises(RecordingError, match="begun: expected one complete step, got none"):
+        read_recorded(Recording.open(tmp_path / "begun", partial=True))
+    whole = synthetic.record(tmp_path / "whole")
+    condense(whole, [whole, whole], most_bytes=100_000).write(tmp_path / "a.golden")
+    with pytest.raises(
+        RecordingError, match=r"a.golden: expected the elements or samples of .*'embed' was .* align checkpoints"
+    ):
+        read_recorded(Recording.open(tmp_path / "a.golden"))
 
 
 @pytest.mark.parametrize("content", ["", "{}", '[["w"]]', '[["w", "k", "i o -> o"]]'])

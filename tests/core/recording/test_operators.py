@@ -12,7 +12,7 @@ from rich.console import Console
 import crossframe
 from crossframe.cli.explain import answer
 from crossframe.draw.operators import operators_svg
-from crossframe.errors import RecordingError
+from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Judged, Operator, SourceLine, Trace, find, signature_of, source
 from crossframe.operators.source import UserCode
 from crossframe.operators.target import JUMP, target_of
@@ -20,7 +20,7 @@ from crossframe.recording.event_format import FORWARD, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.result import Judged as Compared
-from tests.core.helpers.synthetic import record
+from tests.core.helpers.synthetic import manifest, only, record
 
 X = np.arange(1.0, 7.0).reshape(2, 3)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -142,6 +142,32 @@ def test_explain_looks_where_a_difference_jumps(tmp_path, differences, phase, na
     target = target_of(a, b, replace(compare(a, b), judged=(*forward, last), dtype="float32"))
     assert target is not None and (target.phase, target.name) == (phase, name)
     assert target.tolerance == pytest.approx(tolerance)
+
+
+def test_explain_refuses_values_that_no_operator_computes_and_coarse_dtypes(tmp_path):
+    a, b = record(tmp_path / "a"), record(tmp_path / "b", manifest(framework="jax"))
+    assert target_of(a, b, compare(a, b)) is None
+    moved = record(tmp_path / "moved", tamper=only("parameters", "embed", lambda x: 1.5 * x))
+    with pytest.raises(
+        UsageError, match="the first difference is the parameters value of 'embed' at step 0, which no operator"
+    ):
+        target_of(a, moved, compare(a, moved))
+    coarse = [
+        record(tmp_path / f"coarse {framework}", manifest(dtype="bfloat16", framework=framework), tamper=tamper)
+        for framework, tamper in (("torch", None), ("jax", only("reduce", "embed", lambda x: x * x.dtype.type(8))))
+    ]
+    with pytest.raises(
+        UsageError, match="explain: bfloat16 is too coarse to match values of different programs; record both"
+    ):
+        target_of(*coarse, compare(*coarse))
+
+
+def test_signatures_of_other_sizes_are_of_other_values():
+    array = np.random.default_rng(0).normal(size=(4, 6))
+    same, short, lost = (signature_of(each) for each in (array.T.copy(), array[:2], np.where(array > 1, np.nan, array)))
+    assert signature_of(array).is_close(same, 0.0) and signature_of(array).is_multiple(same, 0.0)
+    for other in (short, lost):
+        assert not signature_of(array).is_multiple(other, 1e9) and not signature_of(array).is_close(other, 1e9)
 
 
 @pytest.mark.parametrize(

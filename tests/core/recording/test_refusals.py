@@ -164,6 +164,54 @@ def test_lines_after_the_end(directory, more, match):
     refused("a line after the end", directory)
 
 
+def test_ranks_that_ended_after_other_numbers_of_steps(tmp_path):
+    made = synthetic.manifest(steps=None)
+    create_recording(tmp_path, made)
+    for rank in (0, 1):
+        with RecordingWriter(tmp_path, made, rank) as writer:
+            for step in range(2 + rank):
+                writer.batch(step, synthetic.digest(""), [])
+                writer.loss(step, 1.0)
+                writer.end_step(step)
+    refused(r"ranks ended after \[2, 3\] steps; all must record the same, record it again", tmp_path)
+    assert Recording.open(tmp_path, partial=True).num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "match"),
+    [
+        (
+            lambda r: r.sketch("reduce", 0, "embed", use="none"),
+            "step 0, phase 'reduce', none of parameter 'embed': nothing was",
+        ),
+        (lambda r: r.batch(3, 0), "expected a step from 0 to 2, got 3"),
+        (lambda r: r.batch(-1, 0), "expected a step from 0 to 2, got -1"),
+        (lambda r: r.batch(True, 0), "expected a step from 0 to 2, got True"),
+        (lambda r: r.batch(0, 2), r"run: .*rank.*, got 2"),
+        (
+            lambda r: r.activation(0, 1, 0, "none", "output"),
+            "rank 1 recorded no output of module 'none' at step 0, microbatch 0",
+        ),
+    ],
+)
+def test_what_was_not_recorded_is_named(directory, read, match):
+    with pytest.raises(RecordingError, match=match) as caught:
+        read(Recording.open(directory))
+    assert str(directory) in str(caught.value)
+
+
+def test_a_sample_that_was_changed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    recording = synthetic.record(tmp_path, synthetic.manifest(1, detail="sketch"))
+    whole = recording.sample("embed")
+    assert whole is not None and whole.places.size
+    monkeypatch.setattr("crossframe.recording.reader.Sample.from_items", lambda *_: float("no number"))
+    with pytest.raises(
+        RecordingError, match=r"phase 'parameters', parameter 'embed': could not convert .*; record the run again"
+    ):
+        recording.sample("embed")
+
+
 def test_a_manifest_that_was_changed_though_it_is_a_right_one(directory):
     edit_manifest(directory, seed=7)
     refused("written by another manifest", directory)

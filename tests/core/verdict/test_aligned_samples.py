@@ -79,7 +79,7 @@ def test_rows_that_cannot_be_told_are_left_out(tmp_path):
     assert found.verdict is Verdict.INCOMPARABLE and "has no sample ids" in found.reason
 
 
-def test_activations_that_cannot_be_matched_say_why(tmp_path):
+def test_activations_that_cannot_be_matched_say_why(tmp_path, monkeypatch):
     a, b = run(tmp_path / "a", 1), run(tmp_path / "b", 2)
     at = (0, "block", "input")
     assert unmatched(a, b, 0, at) == "not all of its samples were recorded on both sides"
@@ -96,6 +96,11 @@ def test_activations_that_cannot_be_matched_say_why(tmp_path):
         unmatched(a, Recording.open(b.directory), 0, at) == unmatched(Recording.open(b.directory), a, 0, at) == unknown
     )
     assert list(aligned(a, Recording.open(b.directory), 0)) == list(aligned(Recording.open(b.directory), a, 0)) == []
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    sketched = synthetic.record(tmp_path / "c", synthetic.manifest(3, detail="sketch"))
+    too_large = "it is too large to be recorded whole, and a sketch cannot be divided into samples"
+    assert unmatched(a, sketched, 0, at) == unmatched(sketched, a, 0, at) == too_large
+    assert list(aligned(a, sketched, 0)) == []
 
 
 def test_a_further_array_next_to_the_same_samples_leaves_activations_whole(tmp_path):
