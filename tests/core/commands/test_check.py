@@ -15,7 +15,7 @@ from crossframe.environment import Environment
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
-from tests.core.helpers import synthetic
+from tests.core.helpers import faulty, synthetic
 from tests.core.helpers.synthetic import edit_events, manifest, only, record, write_run
 
 STATED = {
@@ -187,6 +187,14 @@ def test_other_worlds_and_frameworks_leave_batches_and_modules_out(tmp_path):
     assert not any("world sizes" in note for note in check_recordings(a, c).notes)
     state(tmp_path / "c", modules={"h.0": "LayerNorm(eps=c)"})
     assert "modules" in {each.section for each in check_recordings(a, c).differences}
+
+
+@pytest.mark.parametrize(("name", "differs"), [("MyAdamW", False), ("SGD", True)])
+def test_optimizers_of_one_rule_do_not_differ(tmp_path, name, differs):
+    a = faulty.record(tmp_path / "a")
+    b = faulty.record(tmp_path / "b", other={"optimizer": name})
+    for pair in ((a, b), (b, a)):
+        assert [each.name for each in check_recordings(*pair).differences] == ["optimizer"] * differs
 
 
 def test_runs_without_a_step_in_common_are_compared_by_what_they_state(tmp_path):

@@ -120,7 +120,7 @@ def test_models_without_floating_tensors_steps_or_elements_are_refused(files, tm
         status, text = run(files[0], tmp_path / name)
         assert status == 2, text
     with pytest.raises(
-        UsageError, match="ints.safetensors: expected a recording, .* with floating tensors; there is none"
+        UsageError, match=r"ints.safetensors: expected a recording, .* with floating tensors; there is none"
     ):
         read_models((files[0], tmp_path / "ints.safetensors"))
     synthetic.write_run(tmp_path / "begun", synthetic.manifest(), stop_before=0)

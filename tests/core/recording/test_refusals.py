@@ -180,10 +180,6 @@ def test_ranks_that_ended_after_other_numbers_of_steps(tmp_path):
 @pytest.mark.parametrize(
     ("read", "match"),
     [
-        (
-            lambda r: r.sketch("reduce", 0, "embed", use="none"),
-            "step 0, phase 'reduce', none of parameter 'embed': nothing was",
-        ),
         (lambda r: r.batch(3, 0), "expected a step from 0 to 2, got 3"),
         (lambda r: r.batch(-1, 0), "expected a step from 0 to 2, got -1"),
         (lambda r: r.batch(True, 0), "expected a step from 0 to 2, got True"),
@@ -198,6 +194,15 @@ def test_what_was_not_recorded_is_named(directory, read, match):
     with pytest.raises(RecordingError, match=match) as caught:
         read(Recording.open(directory))
     assert str(directory) in str(caught.value)
+
+
+def test_a_parameter_without_elements_has_no_sketch(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"bias": (0,)})
+    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (4, 3), "bias": (0,)}})
+    recording = synthetic.record(tmp_path)
+    assert recording.full("reduce", 0, "bias").shape == (0,)
+    with pytest.raises(RecordingError, match=r"step 0, phase 'reduce', parameter 'bias': nothing was recorded$"):
+        recording.sketch("reduce", 0, "bias")
 
 
 def test_a_sample_that_was_changed_is_refused(tmp_path, monkeypatch):
