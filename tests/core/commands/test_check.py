@@ -118,6 +118,7 @@ def test_initial_values_that_differ_are_called_drawn_or_moved(tmp_path, monkeypa
     b = record(tmp_path / "b", manifest(detail=detail), tamper=only("parameters", "embed", change))
     found = {each.name: each for each in check_recordings(a, b).differences}
     assert found.keys() == {"initial values"} and found["initial values"].section == "values"
+    assert (found["initial values"].a, found["initial values"].b) == ("", "")
     text = "the initial values of 1 of 4 parameters differ, first those of 'embed'; they are "
     assert found["initial values"].describe().startswith(text + how)
     assert not check_recordings(a, a).differences
@@ -141,8 +142,8 @@ def test_sketches_of_two_dtypes_and_parameters_of_two_shapes_have_no_common_valu
     monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (40, 30), "bias": (3,)}})
     a = record(tmp_path / "a", manifest(detail="sketch"))
     b = record(tmp_path / "b", manifest(detail="sketch", dtype="float32"))
-    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"embed": (30, 40)})
-    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (30, 40), "bias": (3,)}})
+    monkeypatch.setattr(synthetic, "SHAPES", synthetic.SHAPES | {"embed": (30, 41)})
+    monkeypatch.setattr(synthetic, "UNITS", synthetic.UNITS | {"": {"embed": (30, 41), "bias": (3,)}})
     c = record(tmp_path / "c", manifest(detail="sketch"))
     for first, second in ((a, b), (b, a), (a, c), (c, a)):
         found = {each.name: each for each in check_recordings(first, second).differences}
@@ -161,17 +162,18 @@ def test_batches_are_compared_by_samples_and_by_their_order(tmp_path):
     a = record(tmp_path / "a")
     record(tmp_path / "b")
     edit_events(tmp_path / "b", '"sample_ids": [7, 9, 11]', '"sample_ids": [9, 7, 11]', rank=1)
-    ((name, text, section),) = (
-        (each.name, each.describe(), each.section)
+    ((name, text, section, *values),) = (
+        (each.name, each.describe(), each.section, each.a, each.b)
         for each in check_recordings(a, Recording.open(tmp_path / "b")).differences
     )
-    assert (name, section) == ("order of samples", "values")
+    assert (name, section, *values) == ("order of samples", "values", "", "")
     assert text == "from step 1 on, ranks have the same samples in another order or in other microbatches"
     was = a.batch(0, 1).digest
     edit_events(tmp_path / "b", was, was[::-1], rank=1)
     edit_events(tmp_path / "b", '"sample_ids": [1, 3, 5]', '"sample_ids": [1, 3, 6]', rank=1)
     (found,) = check_recordings(a, Recording.open(tmp_path / "b")).differences
     assert (found.name, found.describe()) == ("batches", "the batch of rank 1 at step 0 differs between a and b")
+    assert (found.section, found.a, found.b) == ("values", "", "")
 
 
 def test_other_worlds_and_frameworks_leave_batches_and_modules_out(tmp_path):
