@@ -362,7 +362,9 @@ def test_pooling_that_counts_padding_is_found(kind: str) -> None:
     assert pooled(Contrast.of(np.array(right), np.array(right) + 1e-3, 1e-12), (x, x)) is None
 
 
-@pytest.mark.parametrize("name", ["adjacent", "grouped", "window", "masked", "cap", "fused", "unusual", "all seen"])
+@pytest.mark.parametrize(
+    "name", ["adjacent", "grouped", "window", "narrow", "masked", "cap", "fused", "unusual", "all seen"]
+)
 def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     q, k, v = (drawn(f"{name} {each}", 3, 6, 8) for each in "qkv")
     right = Attention(2, 2, causal=True, factor=0.5)
@@ -371,6 +373,7 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     right = {
         "adjacent": replace(right, base=1e4, adjacent=True),
         "window": replace(right, window=3),
+        "narrow": replace(right, window=2),
         "masked": replace(right, window=4, keys=np.arange(6) < np.array([6, 4, 5])[:, None]),
         "cap": replace(right, cap=50.0),
         "unusual": replace(right, base=1e4, cap=1.5, window=4, factor=0.35),

@@ -40,6 +40,15 @@ def test_an_end_that_states_nothing_is_no_answer(tmp_path, old):
     assert Stated.read(tmp_path) is None
 
 
+def test_ranks_without_a_file_or_with_other_steps_state_nothing(tmp_path):
+    synthetic.write_run(tmp_path, synthetic.manifest())
+    synthetic.edit_events(tmp_path, '"end", "steps": 3', '"end", "steps": 2', seal=False)
+    assert Stated.read(tmp_path) is None
+    synthetic.write_run(tmp_path, synthetic.manifest(), overwrite=True)
+    (tmp_path / "rank00001" / "events.jsonl").unlink()
+    assert Stated.read(tmp_path) is None
+
+
 def test_files_are_counted_up_to_a_limit(tmp_path):
     synthetic.write_run(tmp_path, synthetic.manifest())
     total = sum(file.stat().st_size for file in tmp_path.glob("rank*/*"))

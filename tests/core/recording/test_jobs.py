@@ -11,7 +11,8 @@ import pytest
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.files import folder_lock
-from crossframe.recording import Manifest, Recording, RecordingWriter, create_recording
+from crossframe.recording import Manifest, Recording, RecordingWriter, create, create_recording
+from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.report.page import write_report
 from tests.core.helpers import synthetic
@@ -167,6 +168,71 @@ def test_a_disk_without_hard_links_begins_once(tmp_path, monkeypatch):
     with pytest.raises(RecordingError, match="holds a recording already"):
         create_recording(tmp_path, synthetic.manifest())
     assert Manifest.read(tmp_path).token == made.token and Recording.open(tmp_path).num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (
+            errno.ENOSPC,
+            r"no recording can begin there \(No space left on device\); make space, or pass another directory",
+        ),
+        (errno.EEXIST, "another job began to record here at the same time; record into another directory"),
+        (errno.ENOENT, "another job began to record here at the same time; record into another directory"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_that_cannot_be_given_its_name_leaves_what_was_there(
+    tmp_path, monkeypatch, number, message, overwrite
+):
+    if overwrite:
+        synthetic.write_run(tmp_path, synthetic.manifest())
+    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("rank*/*")}
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    with pytest.raises(RecordingError, match=message):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=overwrite)
+    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("rank*/*")} == before
+    names = [path.name for path in tmp_path.iterdir() if not path.is_dir()]
+    # The old manifest, under another name, shows that there was a recording.
+    assert len(names) == overwrite and all(name.endswith(".replaced") for name in names)
+    monkeypatch.undo()
+    create_recording(tmp_path, synthetic.manifest(), overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_of_two_jobs_that_overwrite_the_later_one_keeps_what_it_wrote(tmp_path, monkeypatch):
+    """The other job has replaced the manifest while this one clears the old recording away."""
+    synthetic.write_run(tmp_path, synthetic.manifest())
+    before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("rank*/*")}
+    later, link = synthetic.manifest(), create._link
+
+    def both(part, target):
+        link(part, target)
+        target.write_bytes(later.to_bytes())
+
+    monkeypatch.setattr(create, "_link", both)
+    with pytest.raises(RecordingError, match="another job began to record here at the same time; record into another"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("rank*/*")} == before
+    assert Manifest.read(tmp_path).token == later.token
+    # Or it has cleared the manifest away itself.
+    monkeypatch.setattr(create, "_link", lambda part, target: (link(part, target), target.unlink()))
+    with pytest.raises(RecordingError, match="another job began to record here"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.glob("rank*/*")} == before
+
+
+def test_files_of_the_users_in_folders_of_perturbed_runs_are_not_deleted(tmp_path):
+    for folder in (tmp_path, tmp_path / perturbed_run_folder(1)):
+        synthetic.write_run(folder, synthetic.manifest())
+    notes = tmp_path / perturbed_run_folder(1) / "rank00001" / "notes"
+    notes.write_text("mine")
+    with pytest.raises(RecordingError, match="'notes' is not part of a recording; move it, nothing was deleted"):
+        create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert notes.read_text() == "mine" and Recording.open(tmp_path).num_steps == 3
+    notes.unlink()
+    create_recording(tmp_path, synthetic.manifest(), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.parametrize("limit", [0, 100, 4000])

@@ -9,7 +9,7 @@ import pytest
 from crossframe.errors import MappingError, RecordingError
 from crossframe.param_map import MapEntry, ParamMap, identity_map
 from crossframe.params import ParamSpec
-from crossframe.recording import Recording
+from crossframe.recording import Recording, RecordingWriter
 from crossframe.recording.event_format import encode, perturbed_run_folder, place
 from crossframe.recording.mapped_recording import mapped
 from crossframe.recording.sketch import WHOLE
@@ -489,3 +489,15 @@ def test_forward_alone_leaves_no_parameter_out(tmp_path):
     assert unused_params(recording, ["bias"]) == ()
     trained = synthetic.record(tmp_path / "b", tamper=lambda *args: args[-1] * (args[0] != "reduce"))
     assert unused_params(trained, ["bias"]) == ("bias",)
+
+
+def test_a_parameter_without_a_recorded_gradient_is_unused(tmp_path, monkeypatch):
+    own = RecordingWriter.reduced_grads
+
+    def without_bias(writer, step, unit, pieces):
+        own(writer, step, unit, {name: piece for name, piece in pieces.items() if name != "bias" or step == used})
+
+    monkeypatch.setattr(RecordingWriter, "reduced_grads", without_bias)
+    for used, expected in ((None, ("bias",)), (2, ())):
+        recording = synthetic.record(tmp_path / f"{used}")
+        assert unused_params(recording, ["bias", "embed"]) == expected
