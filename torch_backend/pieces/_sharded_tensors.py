@@ -1,4 +1,4 @@
-"""Builds ShardedTensors from rows of parameters, for FSDP1's sharded state dicts without a device mesh."""
+"""Builds ShardedTensors from rows of parameters, and reads them, for FSDP1's sharded state dicts without a device mesh."""
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,19 @@ def shape_and_dtype(value: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def rows_of_sharded_tensor(value: ShardedTensor, layout: Layout, i: int, rank: int) -> Tensor | None:
-    """This rank's rows of parameter i, if the ShardedTensor has the chunks that `sharded_tensor` makes; else None."""
-    shape = PerParamLayout((layout.params[i],), layout.world_size).shard_shape(0, rank)
-    shards = value.local_shards()
-    if not shards and 0 in shape:
-        return torch.empty(shape, dtype=value.dtype)
-    return shards[0].tensor if len(shards) == 1 and tuple(shards[0].tensor.shape) == shape else None
+    """This rank's rows of parameter i, if its local shards are these rows; else None. Those of several shards are copied."""
+    rows = PerParamLayout((layout.params[i],), layout.world_size)
+    shape, start = rows.shard_shape(0, rank), rank * rows.chunk_rows(0)
+    shards = sorted(value.local_shards(), key=lambda shard: shard.metadata.shard_offsets)
+    if 0 in shape:
+        own = shards[0].tensor if shards else torch.empty(shape, dtype=value.dtype)
+        return own if len(shards) < 2 and tuple(own.shape) == shape else None
+    stop = start
+    for shard in shards:
+        sizes = tuple(shard.tensor.shape)
+        if list(shard.metadata.shard_offsets) != [stop, *[0] * (len(shape) - 1)] or sizes[1:] != shape[1:]:
+            return None
+        stop += sizes[0]
+    if stop - start != shape[0]:
+        return None
+    return shards[0].tensor if len(shards) == 1 else torch.cat([shard.tensor for shard in shards])

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 
 from crossframe.errors import AgreementError, CrossframeError, StateDictError
@@ -151,6 +154,38 @@ def _there_and_back(rank: int, world_size: int, kind: str, orig: bool) -> list[b
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 def test_R36_a_state_dict_of_each_type_gives_a_model_its_values(ranks, kind, orig):
     assert ranks.run(2, _there_and_back, kind, orig) == [[True, True]] * 2
+
+
+def _with_shards_of(value: Any, cuts: list[tuple[int, int]]) -> ShardedTensor:
+    """A ShardedTensor of these row ranges of a full tensor on this rank."""
+    shape, place = list(value.shape), f"rank:{dist.get_rank()}/cpu"
+    zeros = [0] * (len(shape) - 1)
+    shards = [
+        Shard(value[start:stop].clone(), ShardMetadata([start, *zeros], [stop - start, *shape[1:]], place))
+        for start, stop in cuts
+    ]
+    return init_from_local_shards(shards, *shape)
+
+
+def _loaded_from_shards(rank: int, world_size: int, cuts: list[list[tuple[int, int]]]) -> str:
+    """What a model has that loads a weight in shards of these row ranges, by rank."""
+    api = import_module("torch_backend")
+    source, other = Model(api, wide=8), Model(api, wide=8, fill=0.25)
+    full, given = source.saved("FULL")["0.weight"], source.saved("SHARDED")
+    try:
+        other.load("SHARDED", given | {"0.weight": _with_shards_of(full, cuts[rank])})
+    except StateDictError as error:
+        return str(error)
+    return "same" if torch.equal(other.saved("FULL")["0.weight"], full) else "other"
+
+
+def test_R36_adjacent_shards_of_a_rank_are_its_rows(ranks):
+    assert ranks.run(2, _loaded_from_shards, [[(0, 1), (1, 4)], [(6, 8), (4, 6)]]) == ["same"] * 2
+
+
+def test_R36_shards_of_rows_of_other_ranks_are_refused(ranks):
+    for said in ranks.run(2, _loaded_from_shards, [[(4, 8)], [(0, 4)]]):
+        assert "0.weight' is a ShardedTensor of other shards than 2 chunks of rows" in said
 
 
 def _low_buffers(rank: int, world_size: int, package: str, kind: str) -> tuple[list[Any], list[Any]]:
