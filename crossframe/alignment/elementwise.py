@@ -42,6 +42,18 @@ def gelu_by_erf(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
 
 
+def gelu_by_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0.0)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * _sigmoid(x)
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(0.5 * x))
 
@@ -55,10 +67,10 @@ def _leaky(slope: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "ReLU": lambda x: np.maximum(x, 0.0),
+    "ReLU": relu,
     "GELU": gelu_by_erf,
-    "GELU by tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "SiLU": lambda x: x * _sigmoid(x),
+    "GELU by tanh": gelu_by_tanh,
+    "SiLU": silu,
     "ReLU6": lambda x: np.clip(x, 0.0, 6.0),
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
@@ -67,7 +79,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ELU": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0.0))),
     "softplus": _softplus,
     "mish": lambda x: x * np.tanh(_softplus(x)),
-    "squared ReLU": lambda x: np.square(np.maximum(x, 0.0)),
+    "squared ReLU": lambda x: np.square(relu(x)),
     **{f"leaky ReLU of slope {slope:g}": _leaky(slope) for slope in (0.01, 0.1, 0.2)},
 }
 """Activations that implementations of a model apply inside of a module or after it, with the constants of torch and JAX."""

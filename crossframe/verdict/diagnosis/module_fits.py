@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.alignment.elementwise import gelu_by_tanh, relu, silu
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.verdict.diagnosis.fit import Contrast, accepted
 from crossframe.verdict.measure.metrics import distance, norm
@@ -216,17 +217,13 @@ def _elementwise(function: Callable[[float], float]) -> Callable[[np.ndarray], n
 _erf = _elementwise(math.erf)
 
 
-def _logistic(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1 + np.tanh(0.5 * x))
-
-
 FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     ERF_GELU: lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
-    TANH_GELU: lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "ReLU": lambda x: np.maximum(x, 0.0),
-    "SiLU": lambda x: x * _logistic(x),
+    TANH_GELU: gelu_by_tanh,
+    "ReLU": relu,
+    "SiLU": silu,
 }
-"""Activation functions in float64."""
+"""Activation functions in float64, with every bit of erf."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ if there is no bias: 2 % in bfloat16. An epsilon of more than 4 % of a channel's
     gain      sum((g of b - g of a) (g of a)) / sum(g of a squared)
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.alignment.elementwise import gelu_by_erf
+from crossframe.alignment.elementwise import gelu_by_erf, gelu_by_tanh
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording.event_format import OUTPUT, PARAMETERS, UPDATE
 from crossframe.verdict.measure.quantities import Quantity, finite
@@ -149,7 +148,7 @@ def _estimate(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """sum((y - erf(x)) h) and sum(h h) with h = tanh(x) - erf(x)."""
     x, y = (finite(side).reshape(-1)[:_MOST_ELEMENTS] for side in (x, y))
     by_erf = gelu_by_erf(x)
-    way = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) - by_erf
+    way = gelu_by_tanh(x) - by_erf
     return float(np.vdot(y - by_erf, way)), float(np.vdot(way, way))
 
 
