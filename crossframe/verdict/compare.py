@@ -7,6 +7,7 @@ from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
+from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_limits, conclude_initial_values
@@ -37,6 +38,7 @@ from crossframe.verdict.measure.comparable import (
     Setting,
     differing_batches,
     differing_settings,
+    exempt_on_one_side,
     labels,
     why_incomparable,
 )
@@ -335,6 +337,12 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
     ):
         text = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
         yield f"the optimizer is {text}; both follow the rule of {rule}"
+    if exempt := exempt_on_one_side(pair.a, pair.b):
+        with_groups = names[0] if pair.a.manifest.settings.get(GROUPS) else names[1]
+        yield (
+            f"the weight decay of {len(exempt)} parameter{'s' * (len(exempt) > 1)} (first {exempt[0]!r}) is not compared: only "
+            f"{with_groups} states an exemption from it, and the other recorder may not see one; updates are compared"
+        )
     others = differing_batches(pair.a, pair.b)
     known = range(pair.num_steps if others is None else others.since)
     if (step := next((step for step in known if pair.reordered(step)), None)) is not None:

@@ -1,6 +1,6 @@
 """Whether two recordings are comparable, and which of their settings differ."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,17 +126,10 @@ def _has_moved_samples(a: Recording, b: Recording, step: int, rank: int) -> bool
 
 
 def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setting | None:
-    """An optimizer option that differs for at least one parameter, however parameters are grouped.
-
-    A script may exempt parameters from decay in a way that a recorder cannot see, such as a transformation of optax within a
-    mask. So if one recording exempts them by its groups, and the other one, of another framework, states no groups, these are not
-    compared: their updates tell.
-    """
+    """An optimizer option that differs for at least one parameter, however parameters are grouped."""
     first, second = (_by_parameter(recording, option) for recording in (a, b))
-    both = [name for name, value in first.items() if value is not None and second.get(name) is not None]
-    if option == _DECAY and a.manifest.framework != b.manifest.framework:
-        without_groups = [not r.manifest.settings.get(GROUPS) for r in (a, b)]
-        both = [name for name in both if not _is_exempt((first[name], second[name]), without_groups)]
+    left_out = set(exempt_on_one_side(a, b)) if option == _DECAY else ()
+    both = [name for name, value in first.items() if None not in (value, second.get(name)) and name not in left_out]
     apart = [name for name in both if not _are_one(first[name], second[name])]
     if not apart:
         return None
@@ -144,9 +137,18 @@ def _of_parameters(a: Recording, b: Recording, option: str, phase: str) -> Setti
     return Setting(option, first[apart[0]], second[apart[0]], phase, parameters=some, num_parameters=len(both))
 
 
-def _is_exempt(decays: tuple[float, float], without_groups: Sequence[bool]) -> bool:
-    """Whether a recording with groups has no decay for a parameter, and the other one has no groups."""
-    return any(decays[i] == 0.0 and not without_groups[i] and without_groups[1 - i] for i in (0, 1))
+def exempt_on_one_side(a: Recording, b: Recording) -> tuple[str, ...]:
+    """The parameters that one recording exempts from weight decay by its groups, and the other one perhaps does not.
+
+    A script may exempt parameters in a way that a recorder cannot see, such as a transformation of optax within a mask. So if the
+    other recording is of another framework and states no groups, the decay of these parameters is not compared: their updates
+    tell.
+    """
+    groups = [bool(r.manifest.settings.get(GROUPS)) for r in (a, b)]
+    if a.manifest.framework == b.manifest.framework or groups[0] == groups[1]:
+        return ()
+    exempting, other = (_by_parameter(r, _DECAY) for r in ((a, b) if groups[0] else (b, a)))
+    return tuple(name for name, decay in exempting.items() if decay == 0.0 and other.get(name))
 
 
 def _are_one(x: Any, y: Any) -> bool:

@@ -181,6 +181,7 @@ def test_updates_tell_whether_parameters_are_exempt_from_decay(is_exempt, tmp_pa
     a = faulty.record(tmp_path / "a", faults, other={"param_groups": groups})
     monkeypatch.setattr(faulty, "manifest", lambda *args: replace(own(*args), framework="jax"))
     found = compare(a, faulty.record(tmp_path / "b", faults if is_exempt else None, noise=1))
+    assert f"the weight decay of {len(exempt)} parameters (first '{exempt[0]}') is not compared" in str(found.notes)
     if is_exempt:
         assert found.verdict is Verdict.ROUNDING and not found.settings
     else:
