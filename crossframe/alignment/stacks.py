@@ -52,7 +52,7 @@ def slices_of(
     ours: Mapping[str, Signatures],
     theirs: Mapping[str, Signatures],
 ) -> dict[str, Slice]:
-    """The slices of the stacked arrays of the second model, by a path that has the index behind the module that is stacked. Of
+    """The slices of the stacked arrays of the second model, by a path that has the index after the module that is stacked. Of
     arrays that are stacked along two dims these are the slices along the first one.
 
     Args:

@@ -147,7 +147,7 @@ class Both:
 
 def pairs(runs: Sequence[Run]) -> Iterator[Both]:
     """What is compared in a set. Below float64 a pair of which neither has perturbed runs is left out: both are compared with
-    one that has, and without perturbed runs there is no verdict behind the first update."""
+    one that has, and without perturbed runs there is no verdict after the first update."""
     told = runs[0].dtype == "float64"
     alone = [run for run in runs if run.contestant == BARE]
     sharded = [run for run in runs if run.contestant != BARE]

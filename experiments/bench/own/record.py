@@ -22,7 +22,7 @@ from torch_backend.recorder import Recorder
 
 
 def record_all(rank: int, runs: Sequence[Run], folder: str) -> list[str | None]:
-    """Record runs of one number of ranks, one behind the other; for each what went wrong, where something did.
+    """Record runs of one number of ranks, one after another; for each what went wrong, where something did.
 
     What goes wrong on one rank alone leaves the others waiting, until their process group loses patience.
     """

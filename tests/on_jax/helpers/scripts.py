@@ -53,7 +53,7 @@ class Net(nn.Module):
 net = Net()
 variables = net.init(jax.random.key(0), np.ones((2, 6)))
 """
-"""A model with a tied head, and with another module that is none of its own: it applies both by itself."""
+"""A model that applies two modules itself: a tied head, and a module that is not part of it."""
 
 LINEN = (
     HEAD
