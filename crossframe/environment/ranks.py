@@ -1,6 +1,6 @@
 """Finds the ranks of one job whose environment differs from that of the others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossframe.environment.differences import Absent, Difference, device_of, differences, made, value_text
@@ -33,12 +33,14 @@ class OddRanks:
         ranks: the ranks.
         hosts: the names of their machines.
         by_majority: whether more than half of all ranks have the value `a`.
+        are_whole_hosts: whether the ranks are all ranks of these machines.
     """
 
     difference: Difference
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     by_majority: bool
+    are_whole_hosts: bool = False
 
     @property
     def effect(self) -> Effect:
@@ -54,13 +56,15 @@ class OddRanks:
         'the version of torch on rank 2 is 2.11.0, on the other ranks 2.13.0'
         """
         usual, own = (value_text(self.difference.section, x) for x in (self.difference.a, self.difference.b))
-        where = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks[:_MOST]))}"
-        where += f" and {len(self.ranks) - _MOST} more" if len(self.ranks) > _MOST else ""
-        if self.hosts:
-            where += f" ({', '.join(self.hosts[:3])}{', ...' if len(self.hosts) > 3 else ''})"
         noun = self.difference.noun
         others = "the other ranks" if self.by_majority else "rank 0"
-        return f"{noun} on {where} is {own}, on {others} {usual}"
+        return f"{noun} on {self._where()} is {own}, on {others} {usual}"
+
+    def _where(self) -> str:
+        if self.are_whole_hosts and len(self.ranks) > 1:
+            return f"all ranks of {_listed(self.hosts)}"
+        where = f"rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}"
+        return f"{where} ({', '.join(self.hosts[:3])}{', ...' if len(self.hosts) > 3 else ''})" if self.hosts else where
 
     def to_json(self) -> dict:
         """The finding as a JSON object."""
@@ -71,6 +75,11 @@ class OddRanks:
             "by_majority": self.by_majority,
             "description": self.describe(),
         }
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = f" and {len(values) - _MOST} more" if len(values) > _MOST else ""
+    return f"{', '.join(map(str, values[:_MOST]))}{more}"
 
 
 def odd_ranks(environments: Mapping[int, Environment]) -> tuple[OddRanks, ...]:
@@ -88,6 +97,7 @@ def odd_ranks(environments: Mapping[int, Environment]) -> tuple[OddRanks, ...]:
     for environment in environments.values():
         for each in differences(environments[first], environment, _SHARED):
             names.setdefault((each.section, each.name))
+    host_of = {rank: environment.host for rank, environment in environments.items()}
     found = []
     for section, name in names:
         if (section, name) in _OF_RANK:
@@ -100,6 +110,9 @@ def odd_ranks(environments: Mapping[int, Environment]) -> tuple[OddRanks, ...]:
         usual = most if by_majority else environments[first][section].get(name, Absent)
         for value, ranks in by_value.items():
             if value != usual:
-                hosts = tuple(dict.fromkeys(host for rank in ranks if (host := environments[rank].host)))
-                found.append(OddRanks(made(section, name, usual, value, device), tuple(ranks), hosts, by_majority))
+                hosts = tuple(dict.fromkeys(host_of[rank] for rank in ranks if host_of[rank]))
+                there = [rank for rank, host in sorted(host_of.items()) if host in hosts]
+                are_whole_hosts = all(host_of.values()) and there == ranks
+                difference = made(section, name, usual, value, device)
+                found.append(OddRanks(difference, tuple(ranks), hosts, by_majority, are_whole_hosts))
     return tuple(sorted(found, key=lambda x: (x.effect.order, x.difference.rank, x.difference.name, x.ranks)))

@@ -138,8 +138,34 @@ def test_the_rank_with_another_version_is_found():
         ("torch", (4, 5), ("node2",)),
         ("pip", (5,), ("node2",)),
     ]
-    assert found[0].describe() == "the version of torch on ranks 4, 5 (node2) is 2.11.0, on the other ranks 2.13.0"
+    assert found[0].describe() == "the version of torch on all ranks of node2 is 2.11.0, on the other ranks 2.13.0"
     assert found[1].describe() == "the version of pip on rank 5 (node2) is 1, on the other ranks not installed"
+
+
+@pytest.mark.parametrize(
+    ("odd", "hosts", "said"),
+    [
+        pytest.param(range(8, 24), 5, "all ranks of node1, node2", id="two hosts"),
+        pytest.param(
+            range(80), 21, "all ranks of node0, node1, node2, node3, node4, node5, node6, node7 and 2 more", id="ten"
+        ),
+        pytest.param(
+            range(9, 24), 4, "ranks 9, 10, 11, 12, 13, 14, 15, 16 and 7 more (node1, node2)", id="all but one"
+        ),
+        pytest.param(range(8), 1, "ranks 0, 1, 2, 3, 4, 5, 6, 7 (node0)", id="hosts that are not all known"),
+    ],
+)
+def test_odd_ranks_that_fill_hosts_are_named_by_them(odd, hosts, said):
+    """Eight ranks lie on each host."""
+    job = {}
+    for rank in range(8 * max(hosts, 4)):
+        host = f"node{rank // 8}" if rank < 8 * hosts else ""
+        job[rank] = Environment(
+            {"packages": {"torch": "2.11.0" if rank in odd else "2.13.0"}, "machine": {"host": host}}
+        )
+    (found,) = odd_ranks(job)
+    assert found.ranks == tuple(odd)
+    assert found.describe() == f"the version of torch on {said} is 2.11.0, on the other ranks 2.13.0"
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
