@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, VALUES, align
+from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, SIMILAR, VALUES, align
 from crossframe.alignment.sampled import order_of
 from crossframe.alignment.summary import Summary
 from crossframe.rearrange import Rearrangement
@@ -143,3 +143,32 @@ def test_a_changed_element_is_no_counterpart():
     wrong["h.0.attn.qkv.weight"][-1, -1] += 1.0
     names = align(summaries(params), summaries(wrong)).param_map.by_name.keys()
     assert not any(name.startswith("h.0.attn") for name in names) and "h.1.attn.k.weight" in names
+
+
+def test_an_array_of_parameters_in_an_unknown_order_is_undecided():
+    params = {name: array for name, array in model().items() if array.ndim > 1}
+    other = dict(params)
+    q, k = (other.pop(f"h.0.attn.{part}.weight") for part in "qk")
+    other["h.0.attn.qk.weight"] = np.random.default_rng(0).permutation(np.concatenate([q, k])).reshape(64, 128)
+    found = align(summaries(params), summaries(other))
+    (undecided,) = found.undecided
+    assert undecided.names == ("h.0.attn.q.weight", "h.0.attn.k.weight") and undecided.paths == ("h.0.attn.qk.weight",)
+    assert undecided.why.startswith(
+        "the path has the elements of these parameters, in an order that their samples do not decide"
+    )
+    assert len(found.param_map.entries) == len(params) - 2
+
+
+@pytest.mark.parametrize("noise", [0.1, 3.0], ids=["similar", "unrelated"])
+def test_equal_values_are_matched_by_similar_gradients_in_sketches(noise):
+    names, size = ("query", "key", "value"), 4096
+    ones = {name: np.ones(size, np.float32) for name in names}
+    grads = {name: values(size, i) for i, name in enumerate(names)}
+    others = {
+        f"{name}_b": array + np.float32(noise) * values(size, 9 + i) for i, (name, array) in enumerate(grads.items())
+    }
+    both = summaries(grads), {"query_b": Summary.of(others["query_b"]), **{n: others[n] for n in ("key_b", "value_b")}}
+    found = align(summaries(ones), summaries(dict.fromkeys(others, ones["key"])), both, may_differ=True)
+    decided = {name: entry.path for name, entry in found.param_map.by_name.items()}
+    assert decided == ({name: f"{name}_b" for name in names} if noise < 1 else {})
+    assert set(found.evidence.values()) <= {SIMILAR}

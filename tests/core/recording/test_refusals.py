@@ -11,6 +11,7 @@ from crossframe.layout import FlatLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording, event_format
+from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.sketch import sketches_of
 from crossframe.recording.writer import SilentWriter
 from tests.core.helpers import synthetic
@@ -448,6 +449,65 @@ def test_a_writer_of_another_run_or_rank(tmp_path, directory):
 def test_what_a_writer_refuses(writer, call, match):
     with pytest.raises(ValueError, match=match):
         call(writer)
+
+
+SKETCHED = sketches_of([np.arange(24.0)])[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "match"),
+    [
+        (
+            np.zeros((2, 3)),
+            {"order": Order.UNSTATED},
+            r"expected 3 dims or more in an order that is not known, got \[2, 3\]",
+        ),
+        (np.zeros((2, 3, 4)), {"order": Order.UNSTATED}, None),
+        (
+            np.zeros((2, 3, 4)),
+            {"order": Order.UNSTATED, "moved": SKETCHED},
+            "expected the sketch with channels first exactly where",
+        ),
+        (np.zeros((2, 3, 4)), {"moved": SKETCHED}, "expected the sketch with channels first exactly where"),
+        (SKETCHED, {"shape": (2, 3, 4)}, None),
+        (SKETCHED, {"shape": (2, 3, 4), "moved": SKETCHED}, "expected the sketch with channels first exactly where"),
+        (
+            SKETCHED,
+            {"shape": (2, 3, 4), "order": Order.CONVOLUTION},
+            "expected the sketch with channels first exactly where",
+        ),
+        (SKETCHED, {"shape": (2, 3, 4), "order": Order.CONVOLUTION, "moved": SKETCHED}, None),
+        (SKETCHED, {"shape": (2, 3)}, r"expected the shape of 24 sketched elements, got \(2, 3\)"),
+        (SKETCHED, {}, "expected the shape of 24 sketched elements, got None"),
+    ],
+)
+def test_an_activation_in_an_unknown_order_of_dims_has_a_sketch_in_both(writer, value, options, match):
+    if match is None:
+        writer.activation(0, 0, "block", "output", value, **options)
+    else:
+        with pytest.raises(RecordingError, match=f"rank 0, step 0, microbatch 0, output of module 'block': {match}"):
+            writer.activation(0, 0, "block", "output", value, **options)
+
+
+def test_a_large_activation_in_an_unknown_order_is_sketched_in_both(tmp_path, monkeypatch):
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 20)
+    made = synthetic.manifest(1, steps=1, detail="sketch")
+    create_recording(tmp_path, made)
+    large, small = (np.random.default_rng(0).normal(size=shape) for shape in ((2, 5, 3), (2, 5, 2)))
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        writer.batch(0, synthetic.digest(""), [])
+        writer.loss(0, 1.0)
+        writer.activation(0, 0, "block", "input", large, order=Order.UNSTATED, operator="conv")
+        writer.activation(0, 0, "block", "output", small, order=Order.UNSTATED)
+        writer.end_step(0)
+    recording = Recording.open(tmp_path)
+    of = [(0, 0, 0, "block", use) for use in ("input", "output")]
+    view = recording.with_channels_first([("block", use) for use in ("input", "output")])
+    assert [recording.activation_operator(*each) for each in of] == ["conv", ""]
+    assert [recording.activation_sketch(*each) is None for each in of] == [False, True]
+    assert recording.activation_sketch(*of[0]).equals(sketches_of([large])[0])
+    assert view.activation_sketch(*of[0]).equals(sketches_of([channels_first(large)])[0])
+    np.testing.assert_array_equal(view.activation(*of[1]), channels_first(small))
 
 
 def test_a_window_makes_steps_dense(tmp_path):
