@@ -236,6 +236,12 @@ def test_a_norm_is_not_one_that_applies_an_activation_too(act, swapped):
     assert pairs == {(("bn", "input"), ("norm", "input")), (("act", "output"), ("norm", "output"))}
 
 
+def test_recordings_without_a_step_of_activations_in_common_match_none():
+    some = Run(used("a", seed=1))
+    assert match_activations(Run({}), some, MAP) == match_activations(some, Run({}), MAP) == {}
+    assert match_activations(some, some, MAP).keys() == {("a", "input"), ("a", "output")}
+
+
 def test_a_norm_with_a_fault_is_still_that_norm():
     x, y = values(1), values(2)
     first = Run({("bn", "input"): x, ("bn", "output"): y})

@@ -76,6 +76,24 @@ def test_no_axes_leave_an_array_alone():
     assert entry.canonical_shape((2, 3)) == (2, 3) and entry.axes == ()
 
 
+@pytest.mark.parametrize(
+    ("entry", "joined", "leaf"),
+    [
+        (MapEntry("w", "k"), None, (6, 2)),
+        (MapEntry("w", "k", "i o -> o i"), None, (2, 6)),
+        (MapEntry("w", "k", "i h w=3 -> (h w) i"), 0, (2, 2, 3)),
+        (MapEntry("w", "k", "(h w=3) i -> (h w) i"), 0, (6, 2)),
+        (MapEntry("w", "k", "o h w=2 -> o (h w)"), 1, (6, 1, 2)),
+    ],
+)
+def test_a_canonical_array_is_written_into_its_leaf(entry, joined, leaf):
+    array = np.arange(12.0).reshape(6, 2)
+    written = np.zeros(entry.leaf_shape(array.shape, "k"))
+    entry.write(written, array, "k")
+    assert written.shape == leaf and np.array_equal(entry.to_canonical(written), array)
+    assert entry.joined_dim == joined
+
+
 def test_axes_that_do_not_fit_a_shape_are_refused():
     entry = MapEntry("fc.weight", "fc.kernel", "i o -> o i")
     for shape in ((2,), (2, 3, 4)):
@@ -262,6 +280,8 @@ def test_parameters_that_share_a_path_are_written_into_one_array():
         (["w", ["q", "k"], [1, 2, 0], [0, 4], [8, 4]], "a b c -> (b c=4) a"),
         (["w", ["q", "k"], None, [0, 4], None], "a b -> (a b=4)"),
         (["w", "k", [2, 0, 1], [1, 4], None], "a b c -> c (a b=4)"),
+        (["w", ["q", "k"], None, None, [8, 4]], None),
+        (["w", "k", None], None),
     ],
 )
 def test_maps_that_state_axes_are_read(row, pattern):
