@@ -1,6 +1,6 @@
 """Compares two tensors of one name: equal, rounded, cast, moved, partly missing, or of another run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -127,7 +127,10 @@ def _of_dtypes(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     coarse = coarser(a.dtype.name, b.dtype.name)
     dtype = numpy_dtype(coarse)
     pair = f"{a.dtype.name} in {labels[0]}, {b.dtype.name} in {labels[1]}"
-    x, y = a.astype(dtype), b.astype(dtype)
+    if (lost := _not_finite_on_one_side(name, a, b, labels)) is not None:  # such as by a cast that overflowed
+        return replace(lost, text=f"{pair}: {lost.text}")
+    with np.errstate(over="ignore"):
+        x, y = a.astype(dtype), b.astype(dtype)
     if np.array_equal(x, y, equal_nan=True):
         return _made(name, Kind.CAST, f"{name!r} is {pair}; after a cast to {coarse} every element is equal")
     fine, short = (a, b) if b.dtype == dtype else (b, a)
@@ -140,11 +143,25 @@ def _of_dtypes(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     return TensorDifference(name, found.kind, f"{pair}: {found.text}", found.verdict, found.difference)
 
 
+def _not_finite_on_one_side(
+    name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str]
+) -> TensorDifference | None:
+    """The difference of two tensors of which one has more elements that are not finite; None if both have as many."""
+    bad = _num_not_finite(a), _num_not_finite(b)
+    if bad[0] == bad[1]:
+        return None
+    text = f"{name!r} has {bad[0]} elements that are not finite in {labels[0]}, {bad[1]} in {labels[1]}"
+    return _made(name, Kind.NOT_FINITE, text)
+
+
+def _num_not_finite(array: np.ndarray) -> int:
+    return int(np.count_nonzero(~np.isfinite(array)))
+
+
 def _of_values(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str]) -> TensorDifference:
     """A difference of two tensors of one shape and floating dtype."""
-    if (bad := [int(np.count_nonzero(~np.isfinite(each))) for each in (a, b)])[0] != bad[1]:
-        text = f"{name!r} has {bad[0]} elements that are not finite in {labels[0]}, {bad[1]} in {labels[1]}"
-        return _made(name, Kind.NOT_FINITE, text)
+    if (lost := _not_finite_on_one_side(name, a, b, labels)) is not None:
+        return lost
     same_not_finite = np.array_equal(
         *(np.where(np.isfinite(each), np.zeros_like(each), each) for each in (a, b)), equal_nan=True
     )
@@ -166,7 +183,7 @@ def _of_values(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
     if a.size > 1 and np.array_equal(np.sort(a, None), np.sort(b, None), equal_nan=True):
         return _made(name, Kind.PERMUTED, f"{name!r} has the same elements in another order", difference)
     if not same_not_finite:
-        text = f"{name!r} has elements that are not finite, {bad[0]} in both, in other places or with other values"
+        text = f"{name!r} has elements that are not finite, {_num_not_finite(a)} in both, in other places or with other values"
         return _made(name, Kind.NOT_FINITE, text)
     for label, zero, other in ((labels[0], x, y), (labels[1], y, x)):
         differs = zero != other

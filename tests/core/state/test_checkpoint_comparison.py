@@ -224,6 +224,22 @@ NAN = float("nan")
             id="one element",
         ),
         pytest.param(
+            np.array([1e6, 1], np.float32),
+            np.array([np.inf, 1], np.float16),
+            "not finite",
+            "bug",
+            "float32 in one, float16 in two: 'w' has 0 elements that are not finite in one, 1 in two",
+            id="a cast that overflowed",
+        ),
+        pytest.param(
+            np.array([1e6, np.inf], np.float32),
+            np.array([np.inf, 1], np.float16),
+            "not finite",
+            "bug",
+            "float32 in one, float16 in two: 'w' has 2 elements that are not finite in one, 1 in two",
+            id="infinite after the cast",
+        ),
+        pytest.param(
             np.array([1 / 3, NAN], np.float32),
             np.array([1 / 3, NAN], ml_dtypes.bfloat16),
             "cast",
