@@ -180,7 +180,7 @@ def _of_values(name: str, a: np.ndarray, b: np.ndarray, labels: tuple[str, str])
         return _made(name, Kind.ROUNDING, text, difference)
     if a.ndim == 2 and a.shape[0] == a.shape[1] and np.array_equal(a, b.T, equal_nan=True):
         return _made(name, Kind.TRANSPOSED, f"{name!r} is transposed", difference)
-    if a.size > 1 and np.array_equal(np.sort(a, None), np.sort(b, None), equal_nan=True):
+    if np.array_equal(np.sort(a, None), np.sort(b, None), equal_nan=True):
         return _made(name, Kind.PERMUTED, f"{name!r} has the same elements in another order", difference)
     if not same_not_finite:
         text = f"{name!r} has elements that are not finite, {_num_not_finite(a)} in both, in other places or with other values"

@@ -183,6 +183,14 @@ NAN = float("nan")
             id="zeros",
         ),
         pytest.param(
+            np.array([0.0, 0, 3]),
+            np.array([1.0, 2, 3]),
+            "zeros",
+            "bug",
+            "'w' is zero in one in 2 of 3 elements (from 0 to 1), and equal elsewhere: a part was not saved or not loaded",
+            id="zeros in the first",
+        ),
+        pytest.param(
             np.array([NAN, 2]),
             np.ones(2),
             "not finite",
