@@ -13,7 +13,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit, api_of
 from crossframe.reduction import ReductionStep
 from crossframe.reference.grad_norm import clip_coefficient, combine, partial
-from crossframe.reference.live import LiveUnit
+from crossframe.reference.live_unit import LiveUnit
 from crossframe.reference.net import Batch, Net
 from crossframe.reference.optim import SGD, Optimizer
 from crossframe.trace import (

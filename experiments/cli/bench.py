@@ -142,8 +142,9 @@ def bench_compile(
         raise typer.Exit(run_compile(console, cases, limit=limit, output=output, json_output=json))
 
 
-@bench.command("own")
-def bench_own(
+@bench.command("own", hidden=True)
+@bench.command("fsdp-variants")
+def bench_fsdp_variants(
     model: Annotated[list[str] | None, typer.Option(help="Only this model. May be repeated. Default: all")] = None,
     ranks: Annotated[list[int] | None, typer.Option(help="Only on 1, 2, 3 or 4. May be repeated. Default: all")] = None,
     dtype: Annotated[
@@ -163,14 +164,14 @@ def bench_own(
     ] = False,
 ) -> None:
     """Hold torch's FSDP1, FSDP2 and DDP and one device against one another, and ours beside them, by their recordings."""
-    from experiments.bench.own.run import run_own
-    from experiments.bench.own.special_run import run_special
+    from experiments.bench.fsdp_variants.run import run_fsdp_variants
+    from experiments.bench.fsdp_variants.special_run import run_special
 
     with exit_on_error():
         if special:
             raise typer.Exit(run_special(console, output=output, keep=keep))
         raise typer.Exit(
-            run_own(
+            run_fsdp_variants(
                 console,
                 models=model or (),
                 ranks=ranks or (),

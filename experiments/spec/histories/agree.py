@@ -7,7 +7,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.layout import Layout, post_forward, post_forward_group
 from crossframe.lifecycle import Exposure, Freshness, Residency
-from crossframe.reference.live import LiveUnit
+from crossframe.reference.live_unit import LiveUnit
 from experiments.spec.histories.simple import Full, Simple
 
 SHOWS = {Exposure.SHARDED: "shards", Exposure.FULL: "full", Exposure.SUMMONED: "summoned"}

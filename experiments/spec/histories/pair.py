@@ -18,7 +18,7 @@ from crossframe.layout import post_forward
 from crossframe.lifecycle import Move, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.plan import PlannedUnit
-from crossframe.reference.live import LiveUnit
+from crossframe.reference.live_unit import LiveUnit
 from crossframe.reference.optim import SGD
 from crossframe.reference.unit import Params
 from crossframe.reference.world import World

@@ -1,4 +1,4 @@
-"""The simplest model of a unit's life: full arrays and a few words. What `live` does with shards, this predicts without any.
+"""The simplest model of a unit's life: full arrays and a few words. What `live_unit` does with shards, this predicts without any.
 
 It knows of a layout only which rank owns which element. `experiments.spec.histories.explore` holds the two beside each other.
 """

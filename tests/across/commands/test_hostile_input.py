@@ -85,8 +85,8 @@ SIZES = [
     ["grid", "--steps"],
     ["grid", "--ranks"],
     ["faults", "--jobs"],
-    ["bench", "own", "--steps"],
-    ["bench", "own", "--ranks"],
+    ["bench", "fsdp-variants", "--steps"],
+    ["bench", "fsdp-variants", "--ranks"],
     ["spec", "--rule"],
     ["clean-pairs", "--model"],
 ]

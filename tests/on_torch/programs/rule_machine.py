@@ -41,7 +41,7 @@ from crossframe.params import ParamSpec
 from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.reference import SGD, World
-from crossframe.reference.live import LiveUnit
+from crossframe.reference.live_unit import LiveUnit
 from crossframe.strategy import Strategy
 from crossframe.unshard import AuthoritativeStorage, UnshardRequest
 from tests.on_torch.helpers.random_trees import written

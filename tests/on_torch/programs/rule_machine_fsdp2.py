@@ -25,7 +25,7 @@ from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.reduction import reduction_steps
 from crossframe.reference import World
-from crossframe.reference.live import LiveUnit
+from crossframe.reference.live_unit import LiveUnit
 from tests.on_torch.programs.rule_machine import (
     BY,
     LR,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from crossframe.recording.event_format import perturbed_run_folder
 from experiments.bench.contestants import BARE, DDP, Dtypes, build
-from experiments.bench.own.cells import Run
+from experiments.bench.fsdp_variants.cells import Run
 from experiments.data import Batch
 from experiments.models.load_torch import load_initial
 from experiments.parity.record_torch import optimizer_of

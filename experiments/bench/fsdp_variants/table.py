@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossframe.verdict import Verdict
-from experiments.bench.own.cells import ALONE, NUM_PERTURBED_RUNS, RANKS, SAMPLES, SETTINGS, STEPS, WORLDS
-from experiments.bench.own.judge import ANOTHER, Failure, Judged
+from experiments.bench.fsdp_variants.cells import ALONE, NUM_PERTURBED_RUNS, RANKS, SAMPLES, SETTINGS, STEPS, WORLDS
+from experiments.bench.fsdp_variants.judge import ANOTHER, Failure, Judged
 
 ORDER = (*(verdict.value for verdict in Verdict), ANOTHER)
 THEIRS, WITH_OURS, OURS = (

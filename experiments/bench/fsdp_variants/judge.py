@@ -7,7 +7,7 @@ from typing import Any
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
-from experiments.bench.own.cells import Both
+from experiments.bench.fsdp_variants.cells import Both
 
 FINE = (Verdict.EQUAL.value, Verdict.ROUNDING.value)
 ANOTHER = "another function"

@@ -1,4 +1,4 @@
-"""torch's FSDP1, FSDP2 and DDP and one device, held against one another: a short form of `python -m experiments bench own`."""
+"""torch's FSDP1, FSDP2 and DDP and one device, compared: a short form of `python -m experiments bench fsdp-variants`."""
 
 import os
 from dataclasses import replace
@@ -10,12 +10,13 @@ from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.verdict import compare
 from experiments.bench.contestants import BARE, DDP
-from experiments.bench.own.cells import ADAMW, OURS, SGD, THEIRS, Both, Run, pairs, sets
-from experiments.bench.own.judge import FINE, Judged, judged
-from experiments.bench.own.record import record_all
-from experiments.bench.own.special import CASES, record_cases
-from experiments.bench.own.special_run import Outcome
-from experiments.bench.own.table import column_of, counts, markdown
+from experiments.bench.fsdp_variants.cells import ADAMW, OURS, SGD, THEIRS, Both, Run, pairs, sets
+from experiments.bench.fsdp_variants.judge import FINE, Judged, judged
+from experiments.bench.fsdp_variants.record import record_all
+from experiments.bench.fsdp_variants.special import CASES, record_cases
+from experiments.bench.fsdp_variants.special_run import Outcome
+from experiments.bench.fsdp_variants.table import column_of, counts, markdown
+from experiments.cli.bench import bench
 from tests.conftest import EXHAUSTIVE
 
 WORLD_SIZE, STEPS = 2, 2
@@ -32,7 +33,7 @@ def _record(rank: int, world_size: int, runs: list[Run], folder: str) -> list[st
 
 @pytest.fixture(scope="module")
 def recorded(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")
+    folder = tmp_path_factory.mktemp("fsdp_variants")
     for world_size in (1, WORLD_SIZE):
         runs = [run for run in RUNS if run.world_size == world_size]
         assert ranks.run(world_size, _record, runs, str(folder)) == [[None] * len(runs)] * world_size
@@ -92,7 +93,7 @@ def test_the_table_counts_by_who_was_compared_and_lists_what_parts():
     ]
     assert len({column_of(each) for each in some}) == 3
     assert counts(some) == "1 equal, 1 rounding, **1 bug**"
-    text = markdown(some, [], ["`python -m experiments bench own`: here"])
+    text = markdown(some, [], ["`python -m experiments bench fsdp-variants`: here"])
     assert "- mlp, float64, adamw: torch FSDP1 on 2 against our FSDP1 on 2: **bug**: at step 0 they part" in text
 
 
@@ -118,3 +119,8 @@ def test_of_each_special_case_that_parts_it_is_known_why(ranks, tmp_path: Path):
 
 def _record_cases(rank: int, world_size: int, cases: list, folder: str) -> list[str | None]:
     return record_cases(rank, cases, folder)
+
+
+def test_the_former_name_of_the_command_still_works_but_is_hidden():
+    hidden = {each.name: each.hidden for each in bench.registered_commands}
+    assert hidden["own"] and not hidden["fsdp-variants"]

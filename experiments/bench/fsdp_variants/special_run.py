@@ -1,4 +1,4 @@
-"""`python -m experiments bench own --special`: record the special cases, compare each with one device, say what came of it."""
+"""`python -m experiments bench fsdp-variants --special`: record the special cases and compare each with one device."""
 
 import json
 import tempfile
@@ -12,8 +12,8 @@ from rich.console import Console
 from crossframe.recording import Recording
 from crossframe.verdict import compare
 from experiments.bench.command import command_line, torch_machine, torch_machine_line
-from experiments.bench.own.judge import FINE
-from experiments.bench.own.special import CASES, STEPS, WORLD_SIZE, Case, record_cases
+from experiments.bench.fsdp_variants.judge import FINE
+from experiments.bench.fsdp_variants.special import CASES, STEPS, WORLD_SIZE, Case, record_cases
 from experiments.bench.ranks import GLOO, on_ranks
 
 FAILED = "failed"

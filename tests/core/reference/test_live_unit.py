@@ -20,7 +20,7 @@ from crossframe.lifecycle import Exposure, Residency, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.plan import Prefetch, Strategy, Sync, plan_units
-from crossframe.reference import live as live_module
+from crossframe.reference import live_unit as live_module
 from crossframe.reference.net import Layers
 from crossframe.reference.optim import SGD
 from crossframe.reference.world import World

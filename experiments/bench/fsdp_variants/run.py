@@ -1,4 +1,4 @@
-"""`python -m experiments bench own`: record every contestant, compare, say what came of it."""
+"""`python -m experiments bench fsdp-variants`: record every contestant, compare, say what came of it."""
 
 import json
 import shutil
@@ -13,14 +13,14 @@ from rich.console import Console
 
 from crossframe.recording import Recording
 from experiments.bench.command import command_line, torch_machine, torch_machine_line
-from experiments.bench.own.cells import STEPS, Run, pairs, sets
-from experiments.bench.own.judge import ANOTHER, Failure, Judged, judged
-from experiments.bench.own.record import record_all
-from experiments.bench.own.table import counts, markdown
+from experiments.bench.fsdp_variants.cells import STEPS, Run, pairs, sets
+from experiments.bench.fsdp_variants.judge import ANOTHER, Failure, Judged, judged
+from experiments.bench.fsdp_variants.record import record_all
+from experiments.bench.fsdp_variants.table import counts, markdown
 from experiments.bench.ranks import GLOO, on_ranks
 
 
-def run_own(
+def run_fsdp_variants(
     console: Console,
     *,
     models: Sequence[str] = (),
