@@ -96,6 +96,11 @@ class MapEntry:
         return len(self.paths) == 1 and (self._rearrangement is None or self._rearrangement.is_reshape)
 
     @property
+    def reorders(self) -> bool:
+        """Whether blocks of the parameter have another order in the path."""
+        return self._rearrangement is not None and bool(self._rearrangement.orders)
+
+    @property
     def pads(self) -> bool:
         """Whether the parameter has padding that no path has."""
         return self._rearrangement is not None and self._rearrangement.pads

@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,9 @@ import numpy as np
 from crossframe.errors import MappingError
 from crossframe.quoting import quote
 
-_TOKEN = re.compile(r"([A-Za-z_]\w*)(?:=([1-9]\d*)|\[(\d+):(\d+)/(\d+)\])?|\[(\d+)/(\d+)\]|1(?!\w)|\S")
+_TOKEN = re.compile(
+    r"([A-Za-z_]\w*)(?:=([1-9]\d*)|\[(\d+):(\d+)/(\d+)\]|\{(\d+(?:,\d+)+)\})?|\[(\d+)/(\d+)\]|1(?!\w)|\S"
+)
 _RANGE = re.compile(r"\[\d+:\d+/\d+\]")
 Side = tuple[tuple[str, ...], ...]
 """The axes in each dim of one side; a dim of size 1 has none."""
@@ -28,6 +30,7 @@ class _Parsed:
         sizes: the stated sizes of axes, as far as they belong to the parameter.
         cuts: (start, stop, size) of the axes before it of which only these indices are taken.
         pads: (elements before, elements after) of the dims after it that are padded.
+        orders: of the axes before it whose indices are taken in another order, this order.
         joint: the dim after it in which several arrays are joined, and the number of its axes before the joint; None: unstated.
     """
 
@@ -36,6 +39,7 @@ class _Parsed:
     sizes: Mapping[str, int]
     cuts: Mapping[str, tuple[int, int, int]]
     pads: Mapping[int, tuple[int, int]]
+    orders: Mapping[str, tuple[int, ...]]
     joint: tuple[int, int] | None
 
 
@@ -50,6 +54,8 @@ class Rearrangement:
 
     - Before the arrow, `[2/12]` is an axis of size 12 of which index 2 belongs to the parameter, for instance one of 12 stacked
       layers. `w[4:8/24]` is an axis of size 24 of which the indices 4 to 7 belong to it.
+    - Before the arrow, `g{1,0,2}` is an axis of size 3 whose indices are taken in this order, for instance the gates of a GRU:
+      "i (g{1,0,2} h) -> (g h) i".
     - After the arrow, `v[0:50257/50304]` is a dim of size 50304 whose other indices are padding: zeros.
     - After the arrow, `+` is where arrays are joined: in "i h w=8 -> (h + w) i" each head has the rows of the first array,
       then those of the second one. Without it they are joined in front of the first dim.
@@ -64,6 +70,8 @@ class Rearrangement:
     (12, 12)
     >>> Rearrangement("[1/2] i o -> o i")(np.arange(12).reshape(2, 3, 2)).tolist()
     [[6, 8, 10], [7, 9, 11]]
+    >>> Rearrangement("(g{1,2,0} h) -> (g h)")(np.arange(6)).tolist()
+    [2, 3, 4, 5, 0, 1]
     """
 
     text: str
@@ -112,15 +120,21 @@ class Rearrangement:
         return bool(self._parsed.cuts)
 
     @property
+    def orders(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the axes whose indices are taken in another order, this order."""
+        return self._parsed.orders
+
+    @property
     def pads(self) -> bool:
         """Whether the parameter has padding."""
         return bool(self._parsed.pads)
 
     @cached_property
     def axes(self) -> tuple[int, ...] | None:
-        """The argument of `numpy.transpose` that does the same; None if dims are joined, split, added, removed, cut or padded."""
+        """The argument of `numpy.transpose` that does the same; None if dims are joined, split, added, removed, cut, padded or
+        permuted."""
         parsed = self._parsed
-        if parsed.cuts or parsed.pads or parsed.joint:
+        if parsed.cuts or parsed.pads or parsed.joint or parsed.orders:
             return None
         if all(len(dim) == 1 for side in (self.left, self.right) for dim in side):
             return tuple(self.left.index(dim) for dim in self.right)
@@ -136,19 +150,18 @@ class Rearrangement:
         """Whether it keeps all elements in their order."""
         parsed = self._parsed
         names = [[name for dim in side for name in dim] for side in (parsed.left, parsed.right)]
-        return names[0] == names[1] and not (parsed.cuts or parsed.pads or parsed.joint)
+        return names[0] == names[1] and not (parsed.cuts or parsed.pads or parsed.joint or parsed.orders)
 
     @cached_property
     def inverse(self) -> "Rearrangement":
         """The rearrangement back, of one that takes all elements and adds none."""
         assert not (self._parsed.cuts or self._parsed.pads or self._parsed.joint), self.text
         left, _, right = self.text.partition("->")
-        sizes = self._parsed.sizes
-        bare = [re.sub(r"=\d+", "", side).strip() for side in (right, left)]
-        stated = re.sub(
-            r"[A-Za-z_]\w*", lambda name: f"{name[0]}={sizes[name[0]]}" if name[0] in sizes else name[0], bare[0]
-        )
-        return Rearrangement(f"{stated} -> {bare[1]}")
+        stated = {name: f"{name}={size}" for name, size in self._parsed.sizes.items()}
+        stated |= {name: f"{name}{order_text(np.argsort(order))}" for name, order in self.orders.items()}
+        bare = [re.sub(r"=\d+|\{[\d,]+\}", "", side).strip() for side in (right, left)]
+        before = re.sub(r"[A-Za-z_]\w*", lambda name: stated.get(name[0], name[0]), bare[0])
+        return Rearrangement(f"{before} -> {bare[1]}")
 
     @property
     def without_padding(self) -> str:
@@ -179,6 +192,8 @@ class Rearrangement:
         array = array.reshape(self._whole_sizes(sizes))
         if self.selects:
             array = array[self._slices]
+        for dim, order in self._reordered:
+            array = array.take(order, axis=dim)
         return array.transpose(self._order).reshape(_shape(self.right, sizes))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -201,6 +216,7 @@ class Rearrangement:
         if not names:
             return places
         at = dict(zip(names, np.unravel_index(places, [sizes[name] for name in names]), strict=True))
+        at |= {name: np.argsort(order)[at[name]] for name, order in self.orders.items()}
         after = [name for dim in self.right for name in dim]
         return np.ravel_multi_index([at[name] for name in after], [sizes[name] for name in after])
 
@@ -233,6 +249,8 @@ class Rearrangement:
         before = [name for dim in self.left for name in dim]
         names = [name for dim in self.right for name in dim] + self._indices
         apart = part.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in before])
+        for dim, order in self._reordered:
+            apart = apart.take(np.argsort(order), axis=dim)
         return apart if self.selects else apart.reshape(_shape(self.left, sizes))
 
     def back_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -328,6 +346,12 @@ class Rearrangement:
         cuts = self._parsed.cuts
         return tuple(slice(*cuts[name][:2]) if name in cuts else slice(None) for dim in self.left for name in dim)
 
+    @cached_property
+    def _reordered(self) -> list[tuple[int, np.ndarray]]:
+        """The place among the axes before it of each axis with another order of indices, and this order."""
+        before = [name for dim in self.left for name in dim]
+        return [(before.index(name), np.array(order)) for name, order in self.orders.items()]
+
     def _whole_sizes(self, sizes: Mapping[str, int]) -> list[int]:
         """The sizes of the axes of the whole array."""
         cuts = self._parsed.cuts
@@ -375,7 +399,7 @@ class Rearrangement:
                     raise MappingError(
                         f"pattern {self.text!r}: state the sizes of all but one of {' '.join(dim)}, as in w=4"
                     )
-        return _Parsed(left, right, found.sizes, found.cuts, found.pads, found.joint)
+        return _Parsed(left, right, found.sizes, found.cuts, found.pads, found.orders, found.joint)
 
 
 class _Reader:
@@ -386,6 +410,7 @@ class _Reader:
         self.sizes: dict[str, int] = {}
         self.cuts: dict[str, tuple[int, int, int]] = {}
         self.pads: dict[int, tuple[int, int]] = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
         self.joint: tuple[int, int] | None = None
         self.indices: set[str] = set()
 
@@ -394,7 +419,7 @@ class _Reader:
         dims: list[list[str]] = []
         inside = False
         for token in _TOKEN.finditer(text):
-            name = token[1] or (token[0] + "'" * len(self.indices) if token[6] else None)
+            name = token[1] or (token[0] + "'" * len(self.indices) if token[7] else None)
             if token[0] == "(" and not inside:
                 dims.append([])
                 inside = True
@@ -406,7 +431,7 @@ class _Reader:
                 self.joint = len(dims) - 1, len(dims[-1]) if inside else 0
             elif token[0] == "1" and not inside:
                 dims.append([])
-            elif name and not (after and token[6]):
+            elif name and not (after and token[7]):
                 if not inside:
                     dims.append([])
                 self._note(token, name, len(dims) - 1, after=after, alone=not inside)
@@ -420,8 +445,8 @@ class _Reader:
     def _note(self, token: re.Match, name: str, dim: int, *, after: bool, alone: bool) -> None:
         """Note the stated size, index or range of an axis."""
         size = token[2] and int(token[2])
-        if token[3] or token[6]:
-            start, total = int(token[3] or token[6]), int(token[5] or token[7])
+        if token[3] or token[7]:
+            start, total = int(token[3] or token[7]), int(token[5] or token[8])
             stop = int(token[4]) if token[3] else start + 1
             if not start < stop <= total or name in self.cuts or (after and not alone):
                 raise MappingError(
@@ -433,9 +458,21 @@ class _Reader:
                 self.pads[dim] = start, total - stop
             else:
                 self.cuts[name] = start, stop, total
-                self.indices |= {name} if token[6] else set()
+                self.indices |= {name} if token[7] else set()
+        if token[6]:
+            order = tuple(map(int, token[6].split(",")))
+            if after or sorted(order) != list(range(len(order))):
+                raise MappingError(
+                    f"pattern {self._text!r}: {token[0]!r}: expected each index of the axis once, and before the arrow"
+                )
+            self.orders[name], size = order, len(order)
         if size and self.sizes.setdefault(name, size) != size:
             raise MappingError(f"pattern {self._text!r}: axis {name!r} has two sizes")
+
+
+def order_text(order: Iterable[int]) -> str:
+    """The notation of an order of indices."""
+    return f"{{{','.join(map(str, order))}}}"
 
 
 def _shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,12 +1,12 @@
 """Aligns two models: the parameters that are equal but for their names, dims and grouping, found by their values.
 
-Evidence comes in this order. An array whose slices are parameters of the other model holds these stacked, and so do the others of
-its module (`stacks`). A parameter whose elements are those of one other is that one; the rearrangement is
-found (`solve`) and checked on all elements. An array whose rows are the slices of several others is these joined, and one
-whose first rows are another is this one padded (`joined`). Parameters with one value, such as the zeros of
-biases, are told apart by their gradients, if there are any, and by the module that they belong to, as far as its other parameters
-are aligned. Where a fault may have changed the gradients, the order in which modules are used tells them apart too, then similar
-gradients, then equal names (`equal_values`).
+Evidence comes in this order. An array whose slices are parameters of the other model holds these stacked, and so do the others
+of its module (`stacks`). A parameter whose elements are those of one other is that one; the rearrangement is found (`solve`),
+if need be with blocks in another order, such as gates, and checked on all elements. An array whose rows are the slices of
+several others is these joined, and one whose first rows are another is this one padded (`joined`). Parameters with one value,
+such as the zeros of biases, are told apart by their gradients, if there are any, and by the module that they belong to, as far
+as its other parameters are aligned. Where a fault may have changed the gradients, the order in which modules are used tells
+them apart too, then similar gradients, then equal names (`equal_values`).
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -24,7 +24,7 @@ from crossframe.alignment.equal_values import (
 )
 from crossframe.alignment.joined import inside, join_and_pad
 from crossframe.alignment.matching import SAMPLES, VALUES, Arrays, Matching, varies
-from crossframe.alignment.order_of_dims import pair
+from crossframe.alignment.order_of_dims import pair, permute_blocks
 from crossframe.alignment.sampled import members, parts_of
 from crossframe.alignment.summary import Summary
 from crossframe.dtypes import coarser, numpy_dtype
@@ -128,6 +128,8 @@ def _aligned(matching: Matching) -> Alignment:
         for names, paths in groups:
             if len(names) == len(paths) == 1 and varies(matching.first[names[0]]) == several:
                 pair(matching, names[0], paths[0], VALUES)
+        if several and not matching.summarized:
+            permute_blocks(matching)
     if matching.summarized:
         _add_parts(matching)
     else:

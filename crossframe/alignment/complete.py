@@ -99,7 +99,9 @@ def _alone(name: str, path: str, entries: Mapping[str, MapEntry], first: Arrays,
     alike = [
         entry.pattern
         for entry in entries.values()
-        if len(entry.paths) == 1 and (first[entry.name].ndim, second[entry.paths[0]].ndim) == tuple(map(len, shapes))
+        if len(entry.paths) == 1
+        and not entry.reorders
+        and (first[entry.name].ndim, second[entry.paths[0]].ndim) == tuple(map(len, shapes))
     ]
     for pattern in sorted(dict.fromkeys([*alike, None]), key=alike.count, reverse=True):
         entry = MapEntry(name, path, pattern)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from crossframe.alignment.matching import FAR, NEAR, SAMPLES, Matching, num_wide, relative_distance, varies
-from crossframe.alignment.module_names import module_of
+from crossframe.alignment.module_names import kind_of, module_of
 from crossframe.alignment.portions import bias_text
 from crossframe.alignment.sampled import order_of
-from crossframe.alignment.solve import rearrangements, solve
+from crossframe.alignment.solve import rearrangements, solve, solve_blocks
 from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
@@ -26,6 +26,21 @@ def pair(matching: Matching, name: str, path: str, evidence: str) -> bool:
         sampled = matching.summarized and varies(matching.first[name]) and not is_equal(matching, name, path)
         matching.add(MapEntry(name, path, None if identity else found.text), SAMPLES if sampled else evidence)
     return found is not None
+
+
+def permute_blocks(matching: Matching) -> None:
+    """Add parameters of which blocks, such as gates, have another order: the same one in all layers, since values of one layer
+    may have been exchanged."""
+    found: dict[str, list[MapEntry]] = {}
+    for names, paths in matching.groups():
+        name, path = names[0], paths[0]
+        if len(names) == len(paths) == 1 and name not in matching.entries and varies(matching.first[name]):
+            form = solve_blocks(matching.first[name], matching.second[path])
+            found.setdefault(kind_of(name), []).extend([MapEntry(name, path, form.text)] if form else [])
+    decided = {kind_of(name) for name in matching.entries}
+    for kind, entries in found.items():
+        if kind not in decided and len({entry.pattern for entry in entries}) == 1:
+            matching.add_verified(entries)
 
 
 def _rearrangement(matching: Matching, name: str, path: str) -> Rearrangement | None:

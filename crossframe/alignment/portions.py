@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.alignment.slices import axis_sets
 from crossframe.alignment.solve import row_order
-from crossframe.rearrange import Rearrangement
+from crossframe.rearrange import Rearrangement, order_text
 
 Signatures = Mapping[tuple[int, ...], np.ndarray]
 """The signatures of the slices of an array along sets of its axes."""
@@ -106,7 +106,7 @@ def joined_text(form: Rearrangement, shape: tuple[int, ...], rows: Rows, *, apar
     left, right, sizes, num = found
     behind = right[rows.dim][num : num + 1]
     right[rows.dim].insert(num, "+")
-    return _text(left, right, _stated(left, right, sizes, behind or None))
+    return _text(left, right, _stated(left, right, sizes, behind or None), form.orders)
 
 
 def padded_text(form: Rearrangement, rows: Rows, size: int) -> str | None:
@@ -143,7 +143,7 @@ def cut_text(form: Rearrangement, shape: tuple[int, ...], rows: Rows) -> str | N
             return None
         start = rows.start // inner
         members[num] = f"{name}[{start}:{start + sizes[name]}/{rows.period // inner}]"
-    return _text(left, right, stated)
+    return _text(left, right, stated, form.orders)
 
 
 def indexed_text(pattern: str | None, num_dims: int, indices: Sequence[tuple[int, int, int]]) -> str:
@@ -212,6 +212,8 @@ def features_text(pattern: str, shape: tuple[int, ...], *, dim: int, num_dims: i
 
     >>> features_text("(h c=2 w=4) i -> (c h w) i", (24, 5), dim=0, num_dims=3)
     'a b (h=3 c=2 w=4) -> a b (c h w)'
+    >>> features_text("i (g{1,0,2} h) -> (g h) i", (5, 12), dim=0, num_dims=2)
+    'a (g{1,0,2} h=4) -> a (g h)'
     """
     form = Rearrangement(pattern)
     wanted, sizes = form.right[dim], form.sizes(shape)
@@ -221,7 +223,7 @@ def features_text(pattern: str, shape: tuple[int, ...], *, dim: int, num_dims: i
     free = (name for name in _NAMES if name not in wanted)
     others = [[next(free)] for _ in range(num_dims - 1)]
     left, right = [*others, *map(list, dims)], [*others, list(wanted)]
-    return _text(left, right, _stated(left, right, sizes))
+    return _text(left, right, _stated(left, right, sizes), form.orders)
 
 
 def _blocks_apart(
@@ -260,15 +262,20 @@ def _stated(
     return {name: sizes[name] for name in kept}
 
 
-def _text(left: list[list[str]], right: list[list[str]], stated: Mapping[str, int]) -> str:
-    def side(dims: list[list[str]], sizes: Mapping[str, int]) -> str:
+def _text(
+    left: list[list[str]], right: list[list[str]], stated: Mapping[str, int], orders: Mapping[str, tuple[int, ...]]
+) -> str:
+    texts = {name: f"{name}={size}" for name, size in stated.items()}
+    texts |= {name: f"{name}{order_text(order)}" for name, order in orders.items()}
+
+    def side(dims: list[list[str]], texts: Mapping[str, str]) -> str:
         found = []
         for dim in dims:
-            words = [f"{name}={sizes[name]}" if name in sizes else name for name in dim]
+            words = [texts.get(name, name) for name in dim]
             found.append("1" if not words else words[0] if len(words) == 1 else f"({' '.join(words)})")
         return " ".join(found)
 
-    return f"{side(left, stated)} -> {side(right, {})}"
+    return f"{side(left, texts)} -> {side(right, {})}"
 
 
 def _dims_of(side: str) -> list[str]:

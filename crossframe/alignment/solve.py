@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from crossframe.alignment.slices import axis_sets, axis_signatures
-from crossframe.rearrange import Rearrangement
+from crossframe.rearrange import Rearrangement, order_text
 from crossframe.recording.hashing import element_hashes
 
 Digit = tuple[int, int]
 """(size, stride) of one of the loops that an index consists of; the outermost comes first."""
 _MOST_DIGITS = 4
+_MOST_BLOCKS = 8
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -35,6 +36,50 @@ def solve(canonical: np.ndarray, array: np.ndarray) -> Rearrangement | None:
     if found is None and (back := _joining(second, first)) is not None:
         found = back.inverse
     return found if found is not None and same_bits(canonical, found(array)) else None
+
+
+def solve_blocks(canonical: np.ndarray, array: np.ndarray) -> Rearrangement | None:
+    """The rearrangement that transposes `array` and gives equal blocks of one dim another order, such as the gates of a recurrent
+    layer; None if there is none, or several.
+
+    Blocks have two rows or more, so that a few rows in any order are none.
+
+    >>> x = np.random.default_rng(0).normal(size=(3, 6))
+    >>> solve_blocks(x.T[[2, 3, 0, 1, 4, 5]], x).text
+    'a (b0{1,0,2} b1) -> (b0 b1) a'
+    """
+    ours, theirs = element_hashes(canonical), element_hashes(array)
+    found = []
+    for form in rearrangements(ours.shape, theirs.shape):
+        if all(len(dim) < 2 for dim in (*form.left, *form.right)):
+            moved = form(theirs)
+            orders = ((dim, _block_order(ours, moved, dim)) for dim in range(ours.ndim))
+            found += [_with_blocks(form, dim, order) for dim, order in orders if order is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _block_order(ours: np.ndarray, theirs: np.ndarray, dim: int) -> tuple[int, ...] | None:
+    """Which block of the other array each block of a dim is, for the smallest number of blocks; None if they are none."""
+    rows = [axis_signatures(hashes, (dim,)) for hashes in (ours, theirs)]
+    for count in range(2, min(_MOST_BLOCKS, len(rows[0]) // 2) + 1):
+        if len(rows[0]) % count:
+            continue
+        blocks, others = (each.reshape(count, -1).sum(axis=1).tolist() for each in rows)
+        if len(set(blocks)) < count or set(blocks) != set(others):
+            continue
+        order = tuple(map(others.index, blocks))
+        apart = theirs.reshape(*theirs.shape[:dim], count, -1, *theirs.shape[dim + 1 :])
+        if np.array_equal(apart.take(order, axis=dim).reshape(ours.shape), ours):
+            return order
+    return None
+
+
+def _with_blocks(form: Rearrangement, dim: int, order: tuple[int, ...]) -> Rearrangement:
+    """A transposition that also gives the blocks of a dim after it another order."""
+    (axis,) = form.right[dim]
+    before, _, after = form.text.partition("->")
+    before = before.replace(axis, f"({axis}0{order_text(order)} {axis}1)")
+    return Rearrangement(f"{before}->{after.replace(axis, f'({axis}0 {axis}1)')}")
 
 
 def rearrangements(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[Rearrangement]:

@@ -172,6 +172,8 @@ def _derived(first: Recording, second: Recording, known: Set[str], same: Set[str
     others = f", {len(added)} by their place since their values differ or are equal ({_listed(added)})" if added else ""
     for how, names in by.items():
         others += f", {len(names)} with equal values by {how} ({_listed(names)})" if names else ""
+    if reordered := [entry.name for entry in param_map.entries if entry.reorders]:
+        others += f"; blocks of {_listed(reordered)} come in another order, as gates do, or were exchanged"
     if odd := unlike_other_layers(param_map):
         others += (
             f"; unlike in other layers, {_listed(odd)} has the values of other paths, which may have been exchanged"

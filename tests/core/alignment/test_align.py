@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.alignment import GRADIENTS, MODULES, VALUES, align
-from crossframe.alignment.solve import rearrangements, solve
+from crossframe.alignment.solve import rearrangements, solve, solve_blocks
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.rearrange import Rearrangement
@@ -138,6 +138,70 @@ def test_stacked_layers_are_aligned_by_their_slices(models):
     entries = [found.by_name[f"model.layers.{layer}.fc.weight"] for layer in range(2)]
     assert [entry.pattern for entry in entries] == ["[0/2] a b -> b a", "[1/2] a b -> b a"]
     assert {entry.path for entry in entries} == {"layers.fc.kernel"}
+
+
+def gates(array, order=(2, 0, 1), dim=0):
+    """The array with its blocks in another order."""
+    blocks = np.split(array, len(order), dim)
+    return np.concatenate([blocks[i] for i in order], dim)
+
+
+def recurrent():
+    """A recurrent layer with the gates of torch, and with those of keras, which has both biases in one array."""
+    parts = {"weight_ih": values((12, 5), 1), "weight_hh": values((12, 4), 2)}
+    biases = {f"bias_{part}": values((12,), i) for i, part in enumerate(("ih", "hh"), 3)}
+    first = {f"rnn.{name}": value for name, value in (parts | biases).items()}
+    second = {"cell.kernel": gates(parts["weight_ih"]).T, "cell.recurrent_kernel": gates(parts["weight_hh"]).T}
+    return first, second | {"cell.bias": np.stack([gates(bias) for bias in biases.values()])}
+
+
+def test_gates_in_another_order_are_aligned(tmp_path):
+    first, second = recurrent()
+    found = align(first, second)
+    assert not found.undecided and set(found.evidence.values()) == {VALUES}
+    assert found.param_map.by_name["rnn.weight_ih"].pattern == "a (b0{1,2,0} b1) -> (b0 b1) a"
+    assert found.param_map.by_name["rnn.bias_hh"].pattern == "[1/2] (a0{1,2,0} a1) -> (a0 a1)"
+    found.param_map.save(tmp_path / "map.json")
+    read = ParamMap.load(tmp_path / "map.json")
+    assert read == found.param_map
+    for entry in read.entries:
+        assert np.array_equal(entry.to_canonical(second[entry.paths[0]]), first[entry.name])
+    back = read.from_canonical(first)
+    assert back.keys() == second.keys() and all(np.array_equal(back[path], second[path]) for path in second)
+
+
+def test_equal_biases_have_the_order_of_gates_of_their_weight():
+    first = {"rnn.weight": values((12, 5)), "rnn.bias": np.zeros(12, np.float32)}
+    found = align(first, {"cell.kernel": gates(first["rnn.weight"]).T, "cell.bias": np.zeros(12, np.float32)})
+    assert found.param_map.by_name["rnn.bias"].pattern == "(b0{1,2,0} b1) -> (b0 b1)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x[[1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10, 11]], id="single rows"),
+        pytest.param(lambda x: np.where(np.arange(5) == 0, x, gates(x)), id="not all columns"),
+        pytest.param(lambda x: x[:, [1, 2, 0, 4, 3]], id="blocks of one column"),
+    ],
+)
+def test_rows_in_another_order_that_no_blocks_explain_are_undecided(change):
+    array = values((12, 5))
+    found = align({"a": array}, {"b": change(array)})
+    assert [each.names for each in found.undecided] == [("a",)] and not found.param_map.entries
+
+
+def test_blocks_with_equal_values_have_no_order():
+    array = np.repeat(np.float32([0, 1, 0, 2]), 3)
+    assert solve_blocks(array, gates(array, (1, 2, 3, 0))) is None
+
+
+def test_exchanged_blocks_of_one_of_several_layers_are_undecided():
+    first = {f"h.{i}.w": values((12, 5), i) for i in range(3)}
+    second = {f"l.{i}.k": first[f"h.{i}.w"].T for i in range(3)}
+    found = align(first, second | {"l.1.k": gates(first["h.1.w"]).T})
+    assert [each.names for each in found.undecided] == [("h.1.w",)]
+    both = align(first, {path: gates(array, dim=1) for path, array in second.items()})
+    assert not both.undecided and all("{1,2,0}" in (entry.pattern or "") for entry in both.param_map.entries)
 
 
 def test_gradients_of_stacked_layers_decide_between_equal_values():

@@ -146,3 +146,12 @@ def test_equal_names_in_corresponding_modules_decide_last():
     assert found.param_map.by_name["h.1.norm2.weight"].path == "layers.1.norm2.weight"
     assert NAMES in found.evidence.values()
     assert len(align(first, second, gradients).param_map.entries) == 4  # not in a map that is not checked against a run
+
+
+def test_the_last_parameter_does_not_take_the_order_of_gates():
+    draw = np.random.default_rng(0).normal
+    first = {"rnn.0.w": draw(size=(6, 5)), "rnn.1.w": draw(size=(6, 5)), "head.w": draw(size=(6, 4))}
+    second = {f"cell.{i}.k": first[f"rnn.{i}.w"][[2, 3, 0, 1, 4, 5]].T for i in range(2)}
+    found, added = completed(first, second | {"head.k": first["head.w"].T + 1})
+    assert added == () and found.by_name.keys() == {"rnn.0.w", "rnn.1.w"}
+    assert all(entry.reorders for entry in found.entries)

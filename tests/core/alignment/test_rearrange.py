@@ -74,6 +74,23 @@ def test_a_portion_of_an_array():
     assert form(np.arange(12)).tolist() == [1, 2, 5, 6, 9, 10] and form.shape((12,)) == (6,)
 
 
+def test_blocks_in_another_order():
+    array = np.arange(2 * 6).reshape(2, 6)
+    form = Rearrangement("i (g{1,2,0} h) -> (g h) i")
+    expected = array.T[[2, 3, 4, 5, 0, 1]]
+    assert np.array_equal(form(array), expected) and form.shape((2, 6)) == (6, 2) and form.orders == {"g": (1, 2, 0)}
+    assert np.array_equal(form.back(expected), array) and form.back_shape((6, 2)) == (2, 6)
+    assert np.array_equal(form.inverse(expected), array) and np.array_equal(form.inverse.inverse(array), expected)
+    assert np.array_equal(expected.reshape(-1)[form.places((2, 6), np.arange(12))], np.arange(12))
+    assert form.axes is None and not form.is_reshape and not form.selects
+    assert not Rearrangement("g{1,2,0} -> g").is_identity and not Rearrangement("g{1,2,0} -> g").is_reshape
+    # Of one of several stacked arrays, as the two biases that keras has in one.
+    portion, target = Rearrangement("[1/2] (g{1,2,0} h) -> (g h)"), np.zeros_like(array)
+    assert portion(array).tolist() == [8, 9, 10, 11, 6, 7]
+    portion.write(target, portion(array))
+    assert np.array_equal(target[1], array[1]) and not target[0].any()
+
+
 def test_a_parameter_with_padding():
     form, array = Rearrangement("a b -> b[1:3/6] a"), np.arange(1, 9).reshape(4, 2)
     assert form.pads and not form.selects
@@ -130,6 +147,9 @@ def test_several_arrays_are_joined():
         ("a[2:2/4] -> a", "'a[2:2/4]': expected indices inside the axis"),
         ("a[2:5/4] -> a", "expected indices inside the axis"),
         ("[4/4] a -> a", "expected indices inside the axis"),
+        ("a{0,2} -> a", "'a{0,2}': expected each index of the axis once"),
+        ("a{1,1} -> a", "expected each index of the axis once"),
+        ("a -> a{1,0}", "before the arrow"),
         ("a b=2 -> (a[0:2/4] b)", "padding only of a dim without parentheses"),
     ],
 )

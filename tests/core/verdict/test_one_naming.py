@@ -199,6 +199,31 @@ def test_equal_names_with_other_values_and_shapes_are_incomparable(tmp_path, squ
     assert "parameter 'h.0.w' has shape (5, 3) in torch, (3, 5) in jax" in found.reason
 
 
+def test_gates_in_another_order_are_compared(tmp_path, monkeypatch):
+    units = {"": {"embed": (4, 3), "bias": (3,)}, "block": {"block.w": (8, 3), "block.k_bias": (8,)}}
+    monkeypatch.setattr(synthetic, "UNITS", units)
+    monkeypatch.setattr(synthetic, "SHAPES", {name: shape for unit in units.values() for name, shape in unit.items()})
+
+    def with_gates(name, array):
+        array = np.concatenate([np.split(array, 4)[i] for i in (2, 0, 1, 3)]) if "block" in name else array
+        return array.T
+
+    made = synthetic.manifest(1, param_map=identity_map(synthetic.SHAPES))
+    a = synthetic.record(tmp_path / "a", made)
+    b = translate(a, tmp_path / "b", PATHS, params=with_gates, modules=MODULES)
+    for order in ((a, b), (b, a)):
+        found = compare(*order)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert "blocks of block.w; block.k_bias come in another order" in found.notes[0]
+        for phase in ("parameters", "backward", "reduce", "state", "update"):
+            names = " ".join(each.name for each in found.judged if each.phase == phase)
+            assert "block.w" in names and "block.k_bias" in names, phase
+    fault = synthetic.only("update", "block.w", lambda array: array * 1.5, rank=0)
+    source = synthetic.record(tmp_path / "source", made, tamper=fault)
+    where = compare(a, translate(source, tmp_path / "wrong", PATHS, params=with_gates)).first_divergence
+    assert where is not None and (where.phase, where.parameter) == ("update", "block.w")
+
+
 def test_a_fault_is_located_by_the_names_of_torch(tmp_path):
     fault = synthetic.only("reduce", "block.w", lambda array: array * 1.5, rank=1)
     found = compare(*pair(tmp_path, other=fault))
