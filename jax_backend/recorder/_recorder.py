@@ -524,7 +524,7 @@ class Recorder:
             if self.is_dense():
                 inside = result if one_program else dense(*args, **kwargs)
                 self._interiors.append(inside.aux[1])
-                if options.get("reduces", True):
+                if inside.local_grads is not None:
                     self._reduced.append((inside.local_grads, result.grads))
             return result._replace(aux=result.aux[0]) if one_program else result
 
