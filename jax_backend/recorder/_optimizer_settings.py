@@ -121,7 +121,7 @@ def _noting_mask(mask: Callable) -> Callable:
 
 
 def _left_out(mask: Any) -> tuple[str, ...] | None:
-    """The names of what a mask, a tree of flags or a prefix of one, leaves out; "" is everything. None if it has no flags."""
+    """The names that a mask leaves out (a tree of flags or a prefix of one); "" is everything. None if it has no flags."""
     leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
     if not all(isinstance(keep, bool | np.bool_) for _, keep in leaves):
         return None

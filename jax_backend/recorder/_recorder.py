@@ -32,6 +32,7 @@ from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
+from jax_backend.recorder._combined_grads import combined
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
@@ -364,7 +365,7 @@ class Recorder:
             data.initial, self._initial = self._initial, None
             data.grads, data.state, data.updated = grads, opt_state, params
             if self._writers.is_dense(self._step):
-                data.interiors, data.local_grads = self._interiors, _combined(self._reduced, grads)
+                data.interiors, data.local_grads = self._interiors, combined(self._reduced, grads)
             self._writers.write(self._step, data)
         else:
             self._waiting.append(waiting)
@@ -572,35 +573,6 @@ class Recorder:
         while len(self._waiting) > most:
             oldest = self._waiting.pop(0)
             self._writers.write(oldest.step, self._data_of(oldest))
-
-
-def _combined(calls: Sequence[tuple[LocalGrads, ShardedParams]], grads: Any) -> LocalGrads | None:
-    """Each rank's own gradients at a step, combined as the loop combines the reduced ones; None if it does so in another way.
-
-    Args:
-        calls: each rank's own gradients and the reduced ones of every call that reduces them.
-        grads: those that the loop passed to `step`: of one call these are known whatever it did to them, such as clipping. Of
-            several they have to be their mean or their sum.
-    """
-    if len(calls) < 2:
-        return calls[0][0] if calls else None
-    own, total = (functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), each) for each in zip(*calls, strict=True))
-    if jax.tree.structure(grads) != jax.tree.structure(total):
-        return None
-    for factor in (1 / len(calls), 1.0):
-        if _are_near(grads, jax.tree.map(lambda value, by=factor: by * value, total)):
-            return jax.tree.map(lambda value, by=factor: by * value, own)
-    return None
-
-
-def _are_near(a: Any, b: Any) -> bool:
-    """Whether two trees of arrays are equal up to rounding of their dtypes."""
-    units = [float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(a)]
-    return _norm(jax.tree.map(jnp.subtract, a, b)) <= max(1e-4, 4 * max(units, default=0.0)) * _norm(b)
-
-
-def _norm(tree: Any) -> float:
-    return math.sqrt(sum(leaf.size * float(mean_square(leaf)) for leaf in jax.tree.leaves(tree) if leaf.size))
 
 
 def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:

@@ -1,4 +1,4 @@
-"""Which optimizer state entries hold squares, whose relative error is twice that of what is squared.
+"""Which optimizer state entries hold squares, whose relative error is twice that of the squared values.
 
 Of (g (1 + e))^2 = g^2 (1 + 2 e + e^2) the relative error is 2 e to first order, and an average of squares, or one over rows or
 columns, has at most that of its terms. So squares have twice the relative bound of gradients.

@@ -301,7 +301,7 @@ def test_R25_a_model_is_converted_between_steps(ranks):
 
 
 def _replaced_on(rank: int, world_size: int, which: str) -> Any:
-    """What a forward says after a DTensor on a mesh was put in the place of a parameter; its full values without an error."""
+    """What a forward says after a DTensor on a mesh has replaced a parameter; its full values without an error."""
     meshes = hybrid_mesh()
     own = meshes["shard"]
     arrangements = {"renamed": [[0, 1], [2, 3]], "reversed": [[1, 0], [3, 2]], "other": [[0, 2], [1, 3]]}
