@@ -88,6 +88,14 @@ def _quick_to_compile() -> str:
     return flags
 
 
+@pytest.fixture(autouse=True)
+def own_main() -> Iterator[None]:
+    """Restore `__main__`, which a script that is run in this process remains: processes that later tests start import it."""
+    main = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = main
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes with a gloo group, by world size."""

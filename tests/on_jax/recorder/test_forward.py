@@ -115,7 +115,6 @@ def run(tmp_path, monkeypatch):
     def run(text, name="out", **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(HEAD + text)
         monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))

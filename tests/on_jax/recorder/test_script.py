@@ -74,7 +74,6 @@ def run(tmp_path, monkeypatch):
     def run(text, name="out", fault=1.0, **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         monkeypatch.setenv("FAULT", str(fault))
         path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(text)

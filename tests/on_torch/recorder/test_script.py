@@ -133,7 +133,6 @@ def run(tmp_path, monkeypatch):
     def run(text, *arguments, **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         path = tmp_path / "script.py"
         path.write_text(HEAD + text)
         given = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1} | options
