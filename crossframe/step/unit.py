@@ -74,7 +74,8 @@ class UnitStep:
         self.has_grads = False
         self.forward_prefetch_units: tuple[UnitStep, ...] = ()
         self.backward_prefetch_units: tuple[UnitStep, ...] = ()
-        self.count_steps(StepCount())
+        self._steps = StepCount()
+        self._steps_seen = self._steps.num
         # Whether the unsharded parameters in memory are meant for the next forward.
         self._kept = False
         # What memory held before a summon.
@@ -85,8 +86,9 @@ class UnitStep:
         self.settings = replace(self.settings, **settings)
 
     def count_steps(self, steps: StepCount) -> None:
-        """Use this count of optimizer steps for later all-gathers."""
-        self._steps, self._steps_seen = steps, steps.num
+        """Use this count of optimizer steps from now on. Parameters that missed steps of the count before stay stale."""
+        missed = self._steps.num - self._steps_seen
+        self._steps, self._steps_seen = steps, steps.num - missed
 
     def move(self, move: Move) -> None:
         """Apply one move of the lifecycle, or raise StateError."""

@@ -65,6 +65,10 @@ MENDED: dict[str, tuple[Setup, Program]] = {
         Setup(),
         [*TRAIN, ("unshard", {"unit": "a"}), ("step", {}), ("unshard", {"unit": "a"})],
     ),
+    "R12: an optimizer that steps before the first forward makes unsharded parameters stale": (
+        Setup(),
+        [("unshard", {"unit": "a"}), ("step", {}), forward(skipped=("a",))],
+    ),
     "R15: gradients that wait keep their dtype in a move": (
         Setup(mixed=("bfloat16", "float32")),
         [*[forward(), UNSYNCED] * 3, MOVE, *TRAIN],
