@@ -31,16 +31,20 @@ class Jitted:
     def __init__(self, fun: Callable, options: dict[str, Any]) -> None:
         self._fun, self._options = fun, options
         self._plain: Any = _jit(fun, **options)
-        self._programs: dict[Detail, Any] = {}
+        self._programs: dict[tuple[Detail, bool], Any] = {}
         self._paths: list[str | None] = []
         self.plans: dict[Any, Any] = {}
         self.donates = any(options.get(name) not in (None, ()) for name in _DONATED)
         functools.update_wrapper(self, fun, updated=())
 
-    def program(self, detail: Detail) -> Any:
+    def program(self, detail: Detail, *, in_loss: bool = False) -> Any:
         """A jitted function that returns the user's results and a `Packed`. Only that of the least detail, which the script uses,
-        donates arguments."""
-        if detail not in self._programs:
+        donates arguments.
+
+        Args:
+            in_loss: whether a loss function that is differentiated calls it: its taps are then other ones.
+        """
+        if (detail, in_loss) not in self._programs:
 
             @functools.wraps(self._fun)
             def run(*args: Any, **kwargs: Any) -> tuple[Any, Packed]:
@@ -64,8 +68,8 @@ class Jitted:
             options = {name: value for name, value in self._options.items() if not detail or name not in _DONATED}
             if "out_shardings" in options:
                 options["out_shardings"] = (options["out_shardings"], None)
-            self._programs[detail] = _jit(run, **options)
-        return self._programs[detail]
+            self._programs[detail, in_loss] = _jit(run, **options)
+        return self._programs[detail, in_loss]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(collector := current(), Root):
@@ -73,7 +77,7 @@ class Jitted:
         if (collector := following()) is None:
             return self._plain(*args, **kwargs)
         self._paths = [collector.paths.get(id(leaf)) for leaf in jax.tree.leaves((args, kwargs))]
-        result, packed = self.program(collector.detail)(*args, **kwargs)
+        result, packed = self.program(collector.detail, in_loss=collector.in_loss)(*args, **kwargs)
         collector.add(unpacked(packed, (args, kwargs), result))
         return result
 

@@ -23,6 +23,7 @@ from tests.on_jax.helpers.scripts import (
     ADDED_IN_A_SCAN,
     EAGER,
     EVALUATED,
+    FUNCTIONS,
     HEAD,
     IN_A_SCAN,
     IN_LOOPS,
@@ -176,6 +177,32 @@ for batch in batches:
     # Sums of some tens of numbers of order 1.
     tolerance = 64 * float(np.finfo(np.float32).eps)
     np.testing.assert_allclose(found.activation(0, 0, 0, "", "output"), net.apply(initial, image), atol=tolerance)
+
+
+def test_a_loss_with_derivatives_of_the_model_may_be_evaluated_first(tmp_path, run):
+    text = (
+        FUNCTIONS
+        + """
+@jax.jit
+def equation(params, x):
+    slope = jax.grad(lambda point: forward(params, point).sum())
+    curvature = jax.vmap(jax.grad(lambda point: slope(point).sum()))(x)
+    return jnp.square(forward(params, x).sum(1, keepdims=True) - jax.vmap(slope)(x) - curvature).mean()
+@jax.jit
+def train_step(params, batch):
+    grads = jax.grad(lambda params: equation(params, batch["image"]))(params)
+    return optax.apply_updates(params, optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))[0])
+before = equation(params, batches[0]["image"])
+for batch in batches:
+    params = train_step(params, batch)
+"""
+    )
+    status, variables = run(text)
+    assert status == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3
+    assert found.losses()[0].tolist() == pytest.approx([float(variables["before"])])
+    assert {module for _, module, _ in found.activations(0)} == {"hidden", "out"}
 
 
 @pytest.mark.parametrize(
