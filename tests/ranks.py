@@ -154,9 +154,11 @@ def _share_gloos_thread() -> None:
     device = gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
 
     class Shared(type):
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **further: Any) -> Any:
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
+            for name, value in further.items():  # of later versions of torch
+                setattr(options, name, value)
             return gloo(store, rank, size, options)
 
         def __instancecheck__(cls, instance: Any) -> bool:

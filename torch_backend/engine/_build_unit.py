@@ -1,5 +1,6 @@
 """Builds a unit from a module's parameters, the same way for both APIs."""
 
+import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Protocol
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossframe.api import Api
-from crossframe.errors import LayoutError, UsageError
+from crossframe.errors import LayoutError, UnsupportedError, UsageError
 from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
 from crossframe.unit_assignment import Order
@@ -73,6 +74,7 @@ def build_unit(
 
     Raises:
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
+        UnsupportedError: parameters that the package spmd_types annotates.
         UsageError: parameters on the meta device or on several devices.
     """
     api = options.api
@@ -134,4 +136,9 @@ def _check(entry: OwnedParam, first: OwnedParam, rank: int, api: Api) -> None:
         raise LayoutError(
             f"rank {rank}: a unit lives on one device, but {first.spec.name!r} is on {first.param.device} and {name!r} "
             f"on {param.device}; move the module to one device first{instead}"
+        )
+    if (spmd_types := sys.modules.get("spmd_types")) is not None and spmd_types.get_local_type(param):
+        raise UnsupportedError(
+            f"rank {rank}: parameter {name!r} has types of spmd_types, which its shards would lose; shard it with torch's "
+            "fully_shard (torch 2.14 or later), or leave the types out"
         )

@@ -18,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_backend
-from crossframe.errors import ReplacedError
+from crossframe.errors import ReplacedError, UnsupportedError
 from tests.conftest import EXHAUSTIVE
 from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fsdp2_models import (
@@ -749,3 +749,19 @@ def test_departures_show_torch_wrong_and_ours_right():
     assert [next(iter(case)) for case in cases] == ["R08", "R27", "R29"]
     for case in cases:
         assert case["ours"] == case["right"] != case["torch"]
+
+
+def _typed(rank, world_size):
+    import spmd_types
+
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
+    model = nn.Linear(4, 4)
+    with spmd_types.set_current_mesh(frozenset({spmd_types.MeshAxis.of(mesh.get_group("data"))})):
+        spmd_types.assert_type(model.weight, {mesh.get_group("data"): spmd_types.R})
+    with pytest.raises(UnsupportedError, match="parameter 'weight' has types of spmd_types"):
+        torch_backend.fully_shard(model, mesh=mesh)
+
+
+def test_parameters_with_types_that_shards_would_lose_are_refused(ranks):
+    pytest.importorskip("spmd_types", reason="no library of the development environment needs it")
+    ranks.run(2, _typed)

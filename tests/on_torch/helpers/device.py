@@ -1,4 +1,4 @@
-"""The device on which scripts run: the CPU, or with CROSSFRAME_TESTS_DEVICE=cuda a GPU that all ranks share, over gloo."""
+"""What scripts run on: the CPU, or with CROSSFRAME_TESTS_DEVICE=cuda a GPU that all ranks share, over gloo; torch's version."""
 
 import os
 
@@ -7,3 +7,4 @@ import torch
 from tests.ranks import DEVICE_OF_TESTS
 
 DEVICE = torch.device(os.environ.get(DEVICE_OF_TESTS, "cpu"))
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))

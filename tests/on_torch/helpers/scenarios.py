@@ -12,10 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import EXHAUSTIVE
-from tests.on_torch.helpers.device import DEVICE
+from tests.on_torch.helpers.device import DEVICE, TORCH_VERSION
 from tests.on_torch.helpers.scripts import PACKAGES, Side, compare
 
 # What two ranks that share a GPU over gloo did not decide, with what was seen. Where a rank ended, or values differed, it is not
@@ -78,7 +77,7 @@ def cases(table: Mapping[str, Scenario]) -> list[Any]:
 
 
 def _skips(name: str, scenario: Scenario) -> Iterator[pytest.MarkDecorator]:
-    if name in OF_NEWER_TORCH and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    if name in OF_NEWER_TORCH and TORCH_VERSION < (2, 13):
         yield pytest.mark.skip("torch 2.13 does this otherwise")
     if DEVICE.type == "cpu":
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.on_torch.helpers.device import TORCH_VERSION
 from tests.on_torch.helpers.paired_runs import Case
 from tests.on_torch.helpers.random_trees import Node, Tree
 from tests.on_torch.programs.differential_fsdp1 import Mixed, WrapOptions
@@ -26,6 +27,7 @@ class Departure:
         shows: what the first difference in it reads like, a part of it.
         when: whether a case has the operation under these circumstances.
         avoid: the case without the operation.
+        mended_in: the version of torch from which on both do the same; None: none yet.
     """
 
     name: str
@@ -34,6 +36,12 @@ class Departure:
     shows: str
     when: Callable[[Case], bool]
     avoid: Callable[[Case], Case]
+    mended_in: tuple[int, int] | None = None
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the installed torch does as ours."""
+        return self.mended_in is not None and self.mended_in <= TORCH_VERSION
 
 
 def with_options(**changes: Any) -> Callable[[Case], Case]:

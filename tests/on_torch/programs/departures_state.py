@@ -31,7 +31,7 @@ MENDED = {
         Node("vector", unit=True), kind="LOCAL", sharding_strategy="NO_SHARD", inner="FULL_SHARD", steps=0
     ),
 }
-DEPARTURES = (
+_ALL = (
     Departure(
         "activations checkpointed after a policy has wrapped modules that mixed precision leaves out",
         "torch leaves on each of these that it has no mixed precision, and its own checkpointing takes that for an argument of "
@@ -61,6 +61,7 @@ DEPARTURES = (
         "out of bounds for storage of size 0",
         lambda case: case.options.kind == "FULL" and case.options.offload,
         with_options(offload=False),
+        mended_in=(2, 14),
     ),
     Departure(
         "a local state dict of several shard groups",
@@ -217,3 +218,5 @@ DEPARTURES = (
         with_mixed(buffer_dtype=None),
     ),
 )
+DEPARTURES = tuple(each for each in _ALL if not each.is_mended)
+MENDED |= {each.name: each.smallest for each in _ALL if each.is_mended}
