@@ -91,6 +91,16 @@ def test_options_of_known_scripts_have_the_right_effect(names, effect):
             assert found.effect is effect, option
 
 
+# Those that MKL, OpenMP and OpenBLAS document.
+THREADS = "OMP_NUM_THREADS OMP_DYNAMIC OMP_SCHEDULE OMP_THREAD_LIMIT MKL_NUM_THREADS MKL_DYNAMIC OPENBLAS_NUM_THREADS"
+
+
+def test_variables_of_threads_may_have_an_effect():
+    for name in THREADS.split():
+        (found,) = differences(Environment({"variables": {name: "1"}}), Environment({"variables": {name: "2"}}))
+        assert found.effect is Effect.POSSIBLY and "number of threads" in found.reason, name
+
+
 def test_every_section_has_a_last_row_for_all_names():
     for section in SECTIONS:
         assert row_of(section, "a name that nobody knows", ACCELERATOR)[1].reason

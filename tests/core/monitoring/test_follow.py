@@ -136,18 +136,20 @@ def test_faults_raise_alarms_that_name_them(tmp_path, made, tamper, kind, text):
     assert text in follower.alarms[0].text
 
 
+KEPT = {"skips": lambda step, name: step > 0 and name == "embed.weight"}
+DID_NOT_CHANGE = "the parameter 'embed.weight' did not change in"
+BETAS = {"betas": [0.9, 0.999]}
+
+
 @pytest.mark.parametrize(
-    ("faults", "text"),
+    ("faults", "stated", "text"),
     [
-        pytest.param(
-            {"skips": lambda step, name: step > 0 and name == "embed.weight"},
-            "the parameter 'embed.weight' did not change in",
-            id="kept",
-        ),
-        pytest.param({"rate": 50 * faulty.RATE}, "and 7 more moved by", id="moved"),
+        pytest.param(KEPT, BETAS, DID_NOT_CHANGE, id="kept"),
+        pytest.param(KEPT, {"betas": None}, DID_NOT_CHANGE, id="kept, betas unknown"),
+        pytest.param({"rate": 50 * faulty.RATE}, BETAS, "and 7 more moved by", id="moved"),
     ],
 )
-def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, text, monkeypatch):
+def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, stated, text, monkeypatch):
     monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
     recording = faulty.record(
         tmp_path / "run",
@@ -155,7 +157,7 @@ def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_p
         dtype="float32",
         clip=None,
         detail="sketch",
-        other={"betas": [0.9, 0.999]},
+        other=stated,
     )
     monkeypatch.setattr("crossframe.recording.reader.Recording.learning_rates", lambda *_: (faulty.RATE,))
     follower = Follower(recording.directory)

@@ -196,6 +196,14 @@ def test_losses_that_double_grow(inspected):
     assert not found.is_faulty
 
 
+def test_outputs_of_a_module_that_double_grow(inspected):
+    rising = lambda phase, step, rank, name, x: x * 2.0**step if (phase, name) == ("output", "block") else x  # noqa: E731
+    found = inspected(rising, steps=12, schedule=Schedule(dense=12, every=1))
+    assert [(each.name, each.factor) for each in found.growing] == [
+        ("norm of the output of module 'block'", pytest.approx(2.0, rel=0.2))
+    ]
+
+
 def test_optimizers_without_a_known_rule_are_noted(inspected):
     assert "'Lion' is not known" in inspected(settings={"optimizer": "Lion"}).notes[0]
 

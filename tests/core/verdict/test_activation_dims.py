@@ -124,6 +124,13 @@ def test_order_is_told_at_other_world_sizes(tmp_path, shape, moves):
     assert difference(a, b).equal
 
 
+def test_values_of_one_rank_tell_the_order_on_all(tmp_path):
+    value = values_of((4, *SQUARE[1:]))
+    value[2:] = 1.0  # of the other rank: equal in any order
+    a, b = pair_of(tmp_path, channels_first(value), value, Order.UNSTATED, world_size=2)
+    assert difference(a, b).equal and difference(b, a).equal
+
+
 def test_shapes_that_fit_in_no_order_are_noted(tmp_path):
     value = values_of((2, 5, 6, 3))
     a, b = pair_of(tmp_path, value.transpose(0, 2, 1, 3), value, Order.UNSTATED)
