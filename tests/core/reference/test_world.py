@@ -522,6 +522,16 @@ def test_a_model_whose_root_has_no_parameters_trains():
     assert (second < first).all()
 
 
+def test_a_world_without_an_optimizer_takes_the_steps_of_sgd():
+    params = []
+    for optimizer in (None, SGD()):
+        world = World(units := PLAIN.units(), PLAIN.mesh, LAYERS.initial(0), optimizer=optimizer)
+        world.run(PLAIN.plan(units), Layers(UNITS, SIZES), layer_batches(PLAIN.mesh))
+        params.append(world.full_params())
+    assert all(value.tobytes() == params[1][name].tobytes() for name, value in params[0].items())
+    assert any(value.tobytes() != LAYERS.initial(0)[name].tobytes() for name, value in params[0].items())
+
+
 def test_a_plan_or_batches_that_do_not_fit_the_world_are_refused_before_anything_happens():
     world, plan = PLAIN.world(SGD()), PLAIN.plan(PLAIN.units())
     batches, net = layer_batches(PLAIN.mesh), Layers(UNITS, SIZES)
