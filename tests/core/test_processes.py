@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from crossframe import processes
+
 ROOT = Path(__file__).parents[2]
 FAMILY = 3  # a process of multiprocessing, a program, and the program's child
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="finds processes by /proc")
@@ -90,6 +92,27 @@ def test_sighup_stays_ignored_under_nohup(started):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+UNWINDS = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+try:
+    Path("started").touch()
+    time.sleep(60)
+finally:
+    time.sleep(0.2)
+    Path("unwound").touch()
+"""
+
+
+def test_a_process_that_is_ended_has_time_to_unwind(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", UNWINDS], cwd=tmp_path) as process:
+        wait_until((tmp_path / "started").exists)
+        processes.end([process.pid])
+    assert (tmp_path / "unwound").exists()
 
 
 def test_own_packages_are_found_from_any_folder(tmp_path):
