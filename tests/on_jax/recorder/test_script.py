@@ -407,7 +407,7 @@ def test_jax_is_as_before_after_a_recording(run):
 def test_settings_in_the_environment_count_when_the_script_imports_jax(run, monkeypatch):
     """As they do without the recorder, which has imported JAX before the script."""
     monkeypatch.delenv("JAX_NUMPY_RANK_PROMOTION", raising=False)
-    was = jax.config.read("jax_numpy_rank_promotion"), jax.config.read("jax_debug_nans")
+    was = jax.config.jax_numpy_rank_promotion, jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
     setting = "import os\nos.environ['JAX_NUMPY_RANK_PROMOTION'] = 'warn'\nos.environ['JAX_DEBUG_NANS'] = 'true'\n"
     late = "\nos.environ['JAX_DEBUG_INFS'] = '1'\nsettings = [jax.config.jax_numpy_rank_promotion, jax.config.jax_debug_nans]\n"
     try:
