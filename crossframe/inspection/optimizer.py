@@ -219,7 +219,7 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
     scaled_error = seen.error(average, gradient=scaled) + average.gain * factor_roundoff(scaled)
     if not stated.coupled and seen.residual(average, gradient=scaled) <= scaled_error:
         root = float(np.sqrt(factor)) if squared and factor > 0 else factor
-        return _Checked(case.name, root, error / factor if factor else error)
+        return _Checked(case.name, root, error / abs(factor) if factor else error)
     ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)
     difference = distance(ideal.new, seen.new)
     fits = moment_deviations(ideal, seen, average, [], difference, decay=stated.coupled, squared=squared)

@@ -295,9 +295,17 @@ class RecordingWriter:
         if self._counts:
             summary["counts"] = self._counts if len(set(self._counts)) > 1 else self._counts[0]
         self._write("".join(event_format.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
+        self._stored_before, self._step = self._stored, step + 1
+        self._forget_step()
+
+    def leave_step(self) -> None:
+        """Forget a step that has begun and will not end, unless it is the first one."""
+        if self._step:
+            self._forget_step()
+
+    def _forget_step(self) -> None:
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
-        self._samples, self._num_sampled = [], 0
-        self._stored_before, self._stored, self._step = self._stored, {}, step + 1
+        self._samples, self._num_sampled, self._stored = [], 0, {}
 
     def _same_structure(self, step: int) -> int | None:
         """An earlier step of the same structure as this step; None if there is none."""
@@ -539,6 +547,9 @@ class SilentWriter(RecordingWriter):
     def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
         """Go to the next step."""
         self._step = step + 1
+
+    def leave_step(self) -> None:
+        """Nothing."""
 
     def finish(self) -> None:
         """Nothing."""

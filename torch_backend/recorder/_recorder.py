@@ -249,8 +249,9 @@ class Recorder(Listener):
         self._has_grads = False
         # The loss scale of a GradScaler, which multiplies local gradients.
         self._loss_scale = 1.0
-        # The learning rates of the groups of each optimizer that stepped.
+        # The learning rates of the groups of each optimizer that stepped, and the optimizers.
         self._rates: dict[int, list[Tensor | float]] = {}
+        self._stepped: list[torch.optim.Optimizer] = []
 
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
@@ -280,6 +281,8 @@ class Recorder(Listener):
             return
         if kind is None:
             self._write_waiting()
+            for keeper in self._keepers:  # a forward after the last step, or an update of some parameters alone
+                keeper.writer.leave_step()
         for keeper in self._keepers:
             keeper.writer.__exit__(kind, error, trace)
         if self._monitor is not None:  # of the other ranks, as far as they have come
@@ -323,8 +326,9 @@ class Recorder(Listener):
             elif records:
                 self._keep_grads()
                 norm = self._norm if grad_norm is None else grad_norm
+                optimizers = self._current_optimizers()
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
-                    keeper.after_step(self.current_step, self._optimizers, norm, part.watch, self._loss_scale)
+                    keeper.after_step(self.current_step, optimizers, norm, part.watch, self._loss_scale)
             self._waiting.append(arguments)
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
             if records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
@@ -338,6 +342,11 @@ class Recorder(Listener):
             raise SystemExit(0)
         if judges:
             self._judge()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the state of a further optimizer of the model from this step on, as of L-BFGS after Adam."""
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
 
     def open_window(self, num_steps: int) -> None:
         """Record the next `steps` steps densely. All ranks must call it at the same step.
@@ -420,9 +429,10 @@ class Recorder(Listener):
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         with quietly():
             self._begun()
-            if self._has_any([param for group in optimizer.param_groups for param in group["params"]]):
+            if self._has_any(params_of(optimizer)):
                 if not self._are_given and optimizer not in self._optimizers:
                     self._optimizers.append(optimizer)
+                self._stepped.append(optimizer)
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
@@ -441,6 +451,18 @@ class Recorder(Listener):
     @property
     def _views(self) -> list[ModelView]:
         return [part.view for part in self._parts if part.view is not None]
+
+    def _current_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose state is of this step. That of an earlier one whose parameters others have updated is not."""
+        updated = {id(param) for optimizer in self._stepped for param in params_of(optimizer)}
+        states = {
+            id(optimizer.state) for optimizer in self._stepped
+        }  # those of accelerate have the state of another one
+        return [
+            each
+            for each in self._optimizers
+            if id(each.state) in states or not {id(param) for param in params_of(each)} <= updated
+        ]
 
     def _has_any(self, params: Sequence[Tensor]) -> bool:
         return any(keeper.has_any(params) for keeper in self._keepers)
@@ -597,6 +619,11 @@ class Recorder(Listener):
             writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._num_written += len(self._waiting)
         self._waiting = []
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _warn_of_left_out(views: Iterable[ModelView]) -> None:

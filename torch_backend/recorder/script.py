@@ -1,8 +1,9 @@
 """Records an unchanged training script. `crossframe record SCRIPT` starts `main` or `launch` in a process.
 
 The model is the first module that is called outside of other modules with gradients enabled and has all parameters of an
-optimizer; the recording begins there. A step ends when every optimizer of the model has stepped, and its loss is the tensor on
-which backward was called. A script with an optimizer of other parameters is rejected; it can use a `Recorder` instead.
+optimizer; the recording begins there. A step ends when optimizers have updated all parameters that any optimizer of the model
+has, and its loss is the tensor on which backward was called. A script with an optimizer of other parameters is rejected; it can
+use a `Recorder` instead.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
 Inside of `context_parallel`, ranks have parts of the same sequences.
@@ -33,7 +34,7 @@ from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._module_hooks import in_backward, lacks_forward
 from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._patched_functions import replaced
-from torch_backend.recorder._recorder import Recorder
+from torch_backend.recorder._recorder import Recorder, params_of
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
 _USE_RECORDER = """record from inside the script:
@@ -62,7 +63,7 @@ class ScriptRecorder:
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
-        self._stepped: set[int] = set()
+        self._updated: set[int] = set()
         self._without_whole: set[tuple[int, int]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
@@ -216,9 +217,11 @@ class ScriptRecorder:
                     f"not in the first model that was trained; {_USE_RECORDER}"
                 )
             self._optimizers.append(optimizer)
-        self._stepped.add(id(optimizer))
-        if self._stepped >= {id(own) for own in self._optimizers}:
-            self._stepped.clear()
+            self._recorder.follow(optimizer)
+        self._updated |= _params_of(optimizer)
+        # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.
+        if self._updated >= set().union(*map(_params_of, self._optimizers)):
+            self._updated.clear()
             self._num_steps += 1
             losses = [loss.detach().clone() for loss in self._losses]
             self._losses.clear()
@@ -228,7 +231,7 @@ class ScriptRecorder:
 
 
 def _params_of(optimizer: Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {id(param) for param in params_of(optimizer)}
 
 
 def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:

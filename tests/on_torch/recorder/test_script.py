@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from crossframe.cli.record import record_script, script_command
 from crossframe.errors import UsageError
+from crossframe.inspection import inspect
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.scripts import NOT_RECORDED
@@ -81,6 +82,18 @@ for x in tokens:
     for optimizer in halves:
         optimizer.step()
         optimizer.zero_grad()
+"""
+ONE_AFTER_THE_OTHER = """
+model = net()
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(model, x)
+    loss.backward()
+    return loss
+for make in (lambda params: torch.optim.Adam(params, 1e-2), lambda params: torch.optim.LBFGS(params, max_iter=2)):
+    optimizer = make(model.parameters())
+    for x in tokens:
+        optimizer.step(closure)
 """
 IN_FABRIC = """
 from lightning.fabric import Fabric
@@ -261,6 +274,45 @@ def test_several_optimizers_of_one_model_make_one_step(run, tmp_path):
     recording = Recording.open(tmp_path / "out")
     assert recording.num_steps == 3
     assert all(recording.has("reduce", 0, name) for name in recording.manifest.params)
+
+
+def test_an_optimizer_may_follow_another_one(run, tmp_path):
+    assert run(ONE_AFTER_THE_OTHER, every=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 6
+    slots = [set(recording.state_slots(step, "0.weight")) for step in range(6)]
+    assert slots == [{"exp_avg", "exp_avg_sq"}] * 3 + [set()] * 3
+    assert not inspect(recording).departures
+
+
+def test_a_moment_of_the_opposite_sign_is_examined(run, tmp_path):
+    text = """
+model = nn.Linear(1, 1, bias=False)
+optimizer = torch.optim.Adam(model.parameters(), 0.1)
+optimizer.register_step_post_hook(lambda *_: optimizer.state[model.weight]["exp_avg"].neg_())
+for x in (1.0, 2.0):
+    optimizer.zero_grad()
+    model(torch.tensor([[x]])).square().sum().backward()
+    optimizer.step()
+"""
+    assert run(text, every=1) == 0
+    notes = inspect(Recording.open(tmp_path / "out")).notes
+    assert any(note.startswith("step 0: gradients were multiplied by -1 ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("loss_of(model, tokens[0])", id="forward"),
+        pytest.param("loss_of(model, tokens[0]).backward()", id="backward"),
+        pytest.param("loss_of(model, tokens[0]).backward(); halves[0].step()", id="half of the parameters updated"),
+    ],
+)
+def test_a_step_that_does_not_end_is_left_out(run, tmp_path, end):
+    assert run(TWO_OPTIMIZERS + end, dense=9, every=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3
+    assert recording.recorded_steps() == (0, 1, 2)
 
 
 def test_fabric_changes_no_names(run, tmp_path):
