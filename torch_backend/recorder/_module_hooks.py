@@ -130,11 +130,11 @@ def lacks_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def _called(model: nn.Module) -> list[nn.Module]:
-    """The model, or if it lacks a forward those of its parts that have one."""
-    if not lacks_forward(model):
+def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
+    """The model, or if it lacks a forward or is called in parts those of its parts that have one."""
+    if not (in_parts or lacks_forward(model)):
         return [model]
-    return [part for child in model.children() for part in _called(child)]
+    return [part for child in model.children() for part in _called(child, in_parts=False)]
 
 
 def in_backward() -> bool:
@@ -151,13 +151,14 @@ class Watch:
 
     Args:
         every_call: whether forwards without gradients are watched too, each as a step of its own.
+        in_parts: whether parts of the model are called instead of the model.
 
     Attributes:
         is_dense: whether the step is.
         microbatches: how many forwards the step has seen.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool = False) -> None:
+    def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool = False, in_parts: bool = False) -> None:
         self._sink, self._every_call = sink, every_call
         self._view: ModelView | None = None
         self._inside, self._trains_in = False, True
@@ -185,7 +186,7 @@ class Watch:
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
-        self._called = _called(model)
+        self._called = _called(model, in_parts=in_parts)
         for part in self._called:
             begins = self._model_begins if part is model else self._part_begins
             self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
@@ -357,7 +358,7 @@ class Watch:
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """A part of a model that lacks a forward is called. All calls until backward are one forward of the model."""
+        """A part of a model that is called in parts is called. All calls until backward are one forward of the model."""
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
         if self._awaits_backward and not self._every_call:

@@ -64,11 +64,11 @@ class _Part(Sink):
         view, keeper: what is known of it, and what records it; None before the recording begins.
     """
 
-    def __init__(self, recorder: "Recorder", model: nn.Module, stage: int, *, every_call: bool) -> None:
+    def __init__(self, recorder: "Recorder", model: nn.Module, stage: int, *, every_call: bool, in_parts: bool) -> None:
         self._recorder, self.model, self.stage = recorder, model, stage
         self.view: ModelView | None = None
         self.keeper: Keeper | None = None
-        self.watch = Watch(model, self, every_call=every_call)
+        self.watch = Watch(model, self, every_call=every_call, in_parts=in_parts)
 
     def begins(self, inputs: list[Tensor]) -> None:
         self._recorder.begins(inputs)
@@ -129,6 +129,8 @@ class Recorder(Listener):
             original run's recording. None: the environment variable CROSSFRAME_PERTURBED_RUN, else 0.
         forward_only: record each call of the model as a step, with gradients or without; `step` is not called. The loss of a
             call is the root mean square of the first floating tensor that the model returns.
+        in_parts: the loop calls parts of the model, as `model.encode(x)` does, or `model.forward(x)` instead of `model(x)`: all
+            calls of its parts until backward are one forward. A model without a forward of its own is always called so.
         overwrite: replace an existing recording.
         monitor: judges the run while it is recorded (`crossframe.monitoring.Monitor`). All ranks pass an equal one.
         name: name of the model. None: that of its class.
@@ -166,6 +168,7 @@ class Recorder(Listener):
         steps: int | None = None,
         perturbed_run: int | None = None,
         forward_only: bool = False,
+        in_parts: bool = False,
         overwrite: bool = False,
         monitor: "Monitor | None" = None,
         name: str | None = None,
@@ -218,7 +221,7 @@ class Recorder(Listener):
             "perturbed_run": self._perturbed_run,
             "settings": ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
         }
-        self._forward_only = forward_only
+        self._forward_only, self._in_parts = forward_only, in_parts
         if monitor is not None and forward_only and dist.is_initialized() and dist.get_world_size() > 1:
             raise UnsupportedError(
                 "Recorder: monitor with forward_only on several ranks, which may call the model at other times; use crossframe "
@@ -255,7 +258,8 @@ class Recorder(Listener):
 
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
-            self._parts.append(part := _Part(self, model, stage, every_call=self._forward_only))
+            options = {"every_call": self._forward_only, "in_parts": self._in_parts}
+            self._parts.append(part := _Part(self, model, stage, **options))
             self._stack.callback(part.watch.close)
         if not self._forward_only:
             self._stack.enter_context(overheard(self, self._models[0]))

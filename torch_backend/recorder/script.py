@@ -64,7 +64,7 @@ class ScriptRecorder:
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
         self._updated: set[int] = set()
-        self._without_whole: set[tuple[int, int]] = set()
+        self._without_whole: set[tuple[int, int, frozenset[int]]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -163,6 +163,7 @@ class ScriptRecorder:
         if not mine and len(modules) == 1 and (whole := self._whole(modules[0], own)) is not None:
             modules = (whole,)
             own, mine = self._own(modules)
+            options["in_parts"] = True
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
@@ -184,20 +185,25 @@ class ScriptRecorder:
         return own, [optimizer for optimizer in held if own >= _params_of(optimizer)]
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
-        """A module without a forward of its own, whose parts the script calls one by one, such as an agent's actor and critic, if
-        this is one of these parts; None if there is none.
+        """A module whose parts the script calls one by one, if this is one of them; None if there is none.
+
+        It has no forward of its own, such as an agent with an actor and a critic, or a method of it calls the part: another one
+        than forward, or forward itself, as `model.forward(x)`.
 
         Args:
             own: the ids of the parameters of the part.
         """
         wanted = [params for ref in self._made if (made := ref()) is not None and own & (params := _params_of(made))]
-        if not wanted or (id(part), len(wanted)) in self._without_whole:
+        callers = _modules_in_calls()
+        if not wanted or (known := (id(part), len(wanted), callers)) in self._without_whole:
             return None
-        self._without_whole.add((id(part), len(wanted)))
+        self._without_whole.add(known)
         found = []
         for each in gc.get_objects():
             # Of modules that are being made, or whose __init__ failed, nothing can be asked.
-            if not issubclass(type(each), nn.Module) or "_modules" not in vars(each) or not lacks_forward(each):
+            if not issubclass(type(each), nn.Module) or "_modules" not in vars(each):
+                continue
+            if not lacks_forward(each) and id(each) not in callers:
                 continue
             if any(one is part for one in each.modules()):
                 ids = {id(param) for param in each.parameters()}
@@ -228,6 +234,17 @@ class ScriptRecorder:
             self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
             if self._num_steps == self._stop_after:
                 raise SystemExit
+
+
+def _modules_in_calls() -> frozenset[int]:
+    """The ids of modules of which a method is being called."""
+    found, frame = set(), sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and isinstance(first := frame.f_locals.get(code.co_varnames[0]), nn.Module):
+            found.add(id(first))
+        frame = frame.f_back
+    return frozenset(found)
 
 
 def _params_of(optimizer: Optimizer) -> set[int]:

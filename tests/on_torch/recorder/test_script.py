@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -389,6 +390,48 @@ def test_a_model_whose_parts_are_called_one_by_one_is_recorded(tmp_path, run):
             assert recording.has("unsharded", step, name), name
             assert np.array_equal(recording.local(step, 0, name), recording.full("reduce", step, name)), name
     assert len({recording.batch(step, 0).digest for step in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("model.head(model.forward(x))", id="forward"),
+        pytest.param("model.head(model.decoder(model.encode(x)))", id="encode"),
+    ],
+)
+def test_a_model_that_its_own_methods_call_is_recorded(tmp_path, run, call):
+    text = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+losses = []
+for step in range(3):
+    x = torch.full((2, 4), 1.0 + step)
+    loss = {call}.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    with torch.no_grad():
+        model(x)
+torch.save(losses, {str(tmp_path / "losses")!r})
+"""
+    assert run(text, every=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert [float(recording.losses()[step][0]) for step in range(3)] == torch.load(tmp_path / "losses")
+    assert {module for _, module, _ in recording.activations(0)} == {"encoder.0", "decoder", "head"}
+    assert all(recording.has("reduce", 2, name) for name in recording.manifest.params)
+    assert len(recording.batch(1, 0).sample_ids) == 2
 
 
 def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
