@@ -126,8 +126,8 @@ def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
 
 
 def lacks_forward(module: nn.Module) -> bool:
-    """Whether a module only holds others, which are called one by one."""
-    return type(module).forward is nn.Module.forward
+    """Whether a module only holds others, which are called one by one. A compiled module has the forward of its instance."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:

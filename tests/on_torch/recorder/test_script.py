@@ -434,6 +434,24 @@ torch.save(losses, {str(tmp_path / "losses")!r})
     assert len(recording.batch(1, 0).sample_ids) == 2
 
 
+def test_a_compiled_model_has_its_output_recorded(tmp_path, run):
+    text = """
+model = torch.compile(net(), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+outputs = []
+for x in tokens:
+    optimizer.zero_grad()
+    outputs.append(model(x))
+    outputs[-1].square().mean().backward()
+    optimizer.step()
+torch.save(outputs[0].detach(), sys.argv[1])
+"""
+    assert run(text, str(tmp_path / "first")) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.activations(0) == [(0, "", "output")]
+    np.testing.assert_array_equal(recording.activation(0, 0, 0, "", "output"), torch.load(tmp_path / "first"))
+
+
 def test_a_script_that_fails_fails_as_without_the_recorder(run, tmp_path):
     with pytest.raises(KeyError, match="mine"):
         run(PLAIN + "\nraise KeyError('mine')")
