@@ -1,9 +1,10 @@
 """Records an unchanged training script. `crossframe record SCRIPT` starts `main` or `launch` in a process.
 
 The model is the first module that is called outside of other modules with gradients enabled and has all parameters of an
-optimizer; the recording begins there. A step ends when optimizers have updated all parameters that any optimizer of the model
-has, and its loss is the tensor on which backward was called. A script with an optimizer of other parameters is rejected; it can
-use a `Recorder` instead.
+optimizer; the recording begins there. Where several modules have the parameters of the optimizers that exist by then, such as a
+generator and a discriminator, they are the model together. A step ends when every parameter that the optimizers have was updated,
+and its loss is the tensor on which backward was called; one that does not end is left out. A script that trains yet another
+model, or models one after another, is rejected; it can use a `Recorder` instead.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
 Inside of `context_parallel`, ranks have parts of the same sequences.
@@ -12,11 +13,11 @@ With `forward_only` the model is the first module with parameters that is called
 """
 
 import atexit
-import gc
 import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
+from torch_backend.recorder._models_together import made_modules, models_together
 from torch_backend.recorder._module_hooks import in_backward, lacks_forward
 from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._patched_functions import replaced
@@ -45,6 +47,8 @@ _USE_RECORDER = """record from inside the script:
         for batch in batches:
             ...                # forward, backward, update: as before
             recorder.step()"""
+_MOST_UPDATES = 100
+"""Of one parameter in a step of all. Critics of the first Wasserstein GANs take so many for one of the generator."""
 
 
 class ScriptRecorder:
@@ -63,8 +67,11 @@ class ScriptRecorder:
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
-        self._updated: set[int] = set()
+        # How often each parameter was updated since all were, and at most until all were.
+        self._updated: Counter[int] = Counter()
+        self._most_updated: Counter[int] = Counter()
         self._without_whole: set[tuple[int, int, frozenset[int]]] = set()
+        self._alone: set[tuple[int, int]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -92,6 +99,8 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
+        if self._num_steps and error is None and not self._updated <= self._most_updated:
+            raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
             self._recorder.__exit__(type(error) if error else None, error, None)
         elif error is None:
@@ -164,6 +173,9 @@ class ScriptRecorder:
             modules = (whole,)
             own, mine = self._own(modules)
             options["in_parts"] = True
+        if len(modules) == 1 and (together := self._together(modules[0], mine)) is not None:
+            modules = (together,)
+            own, mine = self._own(modules)
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
@@ -181,8 +193,19 @@ class ScriptRecorder:
     def _own(self, modules: Sequence[nn.Module]) -> tuple[set[int], list[Optimizer]]:
         """The ids of the parameters of modules, and the optimizers that have no others."""
         own = {id(param) for module in modules for param in module.parameters()}
-        held = [optimizer for ref in self._made if (optimizer := ref()) is not None]
-        return own, [optimizer for optimizer in held if own >= _params_of(optimizer)]
+        return own, [optimizer for optimizer in self._held() if own >= _params_of(optimizer)]
+
+    def _held(self) -> list[Optimizer]:
+        """The optimizers that the script has made and still has."""
+        return [optimizer for ref in self._made if (optimizer := ref()) is not None]
+
+    def _together(self, part: nn.Module, mine: Sequence[Optimizer]) -> nn.Module | None:
+        """A model of all modules that optimizers train, if these are several; `mine` are those of `part`."""
+        others = [held for held in self._held() if all(held is not own for own in mine)]
+        if self._forward_only or not others or (id(part), len(others)) in self._alone:
+            return None
+        self._alone.add((id(part), len(others)))
+        return models_together(part, set().union(*map(_params_of, (*mine, *others))))
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
         """A module whose parts the script calls one by one, if this is one of them; None if there is none.
@@ -193,16 +216,13 @@ class ScriptRecorder:
         Args:
             own: the ids of the parameters of the part.
         """
-        wanted = [params for ref in self._made if (made := ref()) is not None and own & (params := _params_of(made))]
+        wanted = [params for held in self._held() if own & (params := _params_of(held))]
         callers = _modules_in_calls()
         if not wanted or (known := (id(part), len(wanted), callers)) in self._without_whole:
             return None
         self._without_whole.add(known)
         found = []
-        for each in gc.get_objects():
-            # Of modules that are being made, or whose __init__ failed, nothing can be asked.
-            if not issubclass(type(each), nn.Module) or "_modules" not in vars(each):
-                continue
+        for each in made_modules():
             if not lacks_forward(each) and id(each) not in callers:
                 continue
             if any(one is part for one in each.modules()):
@@ -224,9 +244,15 @@ class ScriptRecorder:
                 )
             self._optimizers.append(optimizer)
             self._recorder.follow(optimizer)
-        self._updated |= _params_of(optimizer)
+        self._updated.update(own := _params_of(optimizer))
+        if max((self._updated[each] for each in own), default=0) > _MOST_UPDATES:
+            raise UsageError(
+                f"{_MOST_UPDATES} steps of a {type(optimizer).__name__} passed without one of another optimizer of the model; "
+                f"{_USE_RECORDER}"
+            )
         # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.
-        if self._updated >= set().union(*map(_params_of, self._optimizers)):
+        if self._updated.keys() >= set().union(*map(_params_of, self._optimizers)):
+            self._most_updated |= self._updated
             self._updated.clear()
             self._num_steps += 1
             losses = [loss.detach().clone() for loss in self._losses]

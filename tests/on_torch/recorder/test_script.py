@@ -63,7 +63,60 @@ for x in tokens:
         loss_of(model, x).backward()
         optimizer.step()
 """
-TWO_MODELS = "pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (net(), net())]" + LOOP
+PAIRS = "pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (net(), net())]"
+LATER_MODEL = """
+pairs = []
+for model in (net(), net()):
+    pairs.append((model, torch.optim.SGD(model.parameters(), 0.1)))
+""" + LOOP.replace("\n", "\n    ")
+ONE_AFTER_ANOTHER = (
+    PAIRS
+    + """
+for model, optimizer in pairs:
+    for x in tokens:
+        loss_of(model, x).backward()
+        optimizer.step()
+"""
+)
+# As in most scripts of generative adversarial networks; with --critic as in those of Wasserstein ones.
+ADVERSARIAL = """
+generator = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+critic = nn.Sequential(nn.Linear(3, 6), nn.LeakyReLU(0.25 if "--slope" in sys.argv else 0.2), nn.Linear(6, 1)).double()
+optimizers = [torch.optim.Adam(each.parameters(), 1e-2) for each in (generator, critic)]
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+for i in range(4):
+    real, noise = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    if "--critic" not in sys.argv or i % 2:
+        step(optimizers[0], -critic(generator(noise)).mean())
+    step(optimizers[1], critic(generator(noise).detach()).mean() - critic(real).mean())
+"""
+CYCLE = """
+class Cycle:
+    def __init__(self):
+        self.there, self.back = nn.Linear(4, 3).double(), nn.Linear(3, 4).double()
+        self.judge = nn.Linear(3, 1).double().requires_grad_(False)
+        self.optimizers = [
+            torch.optim.SGD([*self.there.parameters(), *self.back.parameters()], 0.1),
+            torch.optim.SGD(self.judge.parameters(), 0.1),
+        ]
+
+    def train(self, x):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (self.back(self.there(x)) - x).square().mean().backward()
+        self.optimizers[0].step()
+        self.judge.requires_grad_()
+        self.judge(self.there(x).detach()).mean().backward()
+        self.optimizers[1].step()
+        self.judge.requires_grad_(False)
+
+cycle = Cycle()
+for _ in range(3):
+    cycle.train(torch.randn(5, 4).double())
+"""
 DECODING = """
 model = net().eval()
 if "--scaled" in sys.argv:
@@ -360,7 +413,12 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (TWO_MODELS, "trains more than one model"),
+        (LATER_MODEL, "trains more than one model"),
+        (ONE_AFTER_ANOTHER, "trains models one after another"),
+        (
+            ONE_AFTER_ANOTHER.replace("in tokens", "in tokens.repeat(40, 1, 1)"),
+            "100 steps of a SGD passed without one of",
+        ),
         (IN_PARTS, "no module that the script calls by itself has all of its parameters"),
         ("print('hello')", "nothing was trained in this process"),
     ],
@@ -368,6 +426,36 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
 def test_what_is_not_recorded_says_why(run, text, said, capsys):
     assert run(text) == NOT_RECORDED
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_steps"), [((), 4), (("--critic",), 2)], ids=["in turn", "more steps of a critic"]
+)
+def test_models_that_are_trained_together_are_recorded_as_one(run, tmp_path, arguments, num_steps):
+    found = {}
+    for name, further in (("out", ()), ("again", ()), ("wrong", ("--slope",))):
+        assert run(ADVERSARIAL, *arguments, *further, directory=str(tmp_path / name), every=1, dense=2) == 0
+        found[name] = Recording.open(tmp_path / name)
+    assert found["out"].num_steps == num_steps
+    assert [*found["out"].manifest.params] == [
+        f"{model}.{part}.{kind}"
+        for model, parts in (("critic", "02"), ("generator", "012"))
+        for part in parts
+        for kind in ("weight", "bias")
+    ]
+    assert compare(found["out"], found["again"]).verdict is Verdict.EQUAL
+    wrong = compare(found["out"], found["wrong"])
+    assert wrong.verdict is Verdict.BUG and wrong.first_divergence is not None
+    assert (wrong.first_divergence.step, wrong.first_divergence.module) == (0, "critic.2")
+
+
+def test_models_that_share_an_optimizer_and_a_frozen_one_are_recorded_as_one(run, tmp_path):
+    assert run(CYCLE, every=1, dense=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3
+    assert [*recording.manifest.params] == [
+        f"{name}.{kind}" for name in ("back", "judge", "there") for kind in ("weight", "bias")
+    ]
 
 
 def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
