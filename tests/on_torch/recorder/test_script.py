@@ -437,12 +437,11 @@ def test_models_that_are_trained_together_are_recorded_as_one(run, tmp_path, arg
         assert run(ADVERSARIAL, *arguments, *further, directory=str(tmp_path / name), every=1, dense=2) == 0
         found[name] = Recording.open(tmp_path / name)
     assert found["out"].num_steps == num_steps
-    assert [*found["out"].manifest.params] == [
-        f"{model}.{part}.{kind}"
-        for model, parts in (("critic", "02"), ("generator", "012"))
-        for part in parts
+    assert found["out"].manifest.params.keys() == {
+        f"{layer}.{kind}"
+        for layer in ("critic.0", "critic.2", "generator.0", "generator.1", "generator.2")
         for kind in ("weight", "bias")
-    ]
+    }
     assert compare(found["out"], found["again"]).verdict is Verdict.EQUAL
     wrong = compare(found["out"], found["wrong"])
     assert wrong.verdict is Verdict.BUG and wrong.first_divergence is not None
@@ -453,9 +452,9 @@ def test_models_that_share_an_optimizer_and_a_frozen_one_are_recorded_as_one(run
     assert run(CYCLE, every=1, dense=1) == 0
     recording = Recording.open(tmp_path / "out")
     assert recording.num_steps == 3
-    assert [*recording.manifest.params] == [
-        f"{name}.{kind}" for name in ("back", "judge", "there") for kind in ("weight", "bias")
-    ]
+    assert recording.manifest.params.keys() == {
+        f"{name}.{kind}" for name in ("there", "back", "judge") for kind in ("weight", "bias")
+    }
 
 
 def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
