@@ -354,7 +354,9 @@ class Watch:
             self._came = {_storage_of(each) for each in inputs}
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
-            batch = [each for each in inputs if not self._is_carried(each)] or inputs
+            batch = [each for each in inputs if not self._is_carried(each)]
+            if not batch and model is self._root:  # a part may be given what another one computed alone
+                batch = inputs
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:

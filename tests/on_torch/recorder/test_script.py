@@ -89,9 +89,10 @@ def step(optimizer, loss):
     optimizer.step()
 for i in range(4):
     real, noise = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    fake = generator(noise)
     if "--critic" not in sys.argv or i % 2:
-        step(optimizers[0], -critic(generator(noise)).mean())
-    step(optimizers[1], critic(generator(noise).detach()).mean() - critic(real).mean())
+        step(optimizers[0], -critic(fake).mean())
+    step(optimizers[1], critic(fake.detach()).mean() - critic(real).mean())
 """
 CYCLE = """
 class Cycle:
@@ -446,6 +447,17 @@ def test_models_that_are_trained_together_are_recorded_as_one(run, tmp_path, arg
     wrong = compare(found["out"], found["wrong"])
     assert wrong.verdict is Verdict.BUG and wrong.first_divergence is not None
     assert (wrong.first_divergence.step, wrong.first_divergence.module) == (0, "critic.2")
+
+
+def test_what_a_model_computed_for_another_one_is_no_sample(run, tmp_path):
+    """Else perturbed runs, and runs on other ranks, would have other samples: those of a generator differ by rounding."""
+    for number in (0, 1):
+        assert run(ADVERSARIAL, every=1, dense=1, perturbed_run=number) == 0
+    found = Recording.open(tmp_path / "out")
+    assert not np.array_equal(
+        *(each.full("update", 3, "generator.0.weight") for each in (found, *found.perturbed_runs()))
+    )
+    assert all(found.batch(step, 0).has_samples_of(found.perturbed_runs()[0].batch(step, 0)) for step in range(4))
 
 
 def test_models_that_share_an_optimizer_and_a_frozen_one_are_recorded_as_one(run, tmp_path):
