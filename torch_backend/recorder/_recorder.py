@@ -249,7 +249,8 @@ class Recorder(Listener):
         self._microbatches: list[list[Tensor]] = []
         self._masks: list[int | None] = []
         self._norm: Tensor | float | None = None
-        self._has_grads = False
+        # Whether gradients are kept, and the ids of parameters through which a backward went after that.
+        self._has_grads, self._outdated = False, set[int]()
         # The loss scale of a GradScaler, which multiplies local gradients.
         self._loss_scale = 1.0
         # The learning rates of the groups of each optimizer that stepped, and the optimizers.
@@ -328,7 +329,9 @@ class Recorder(Listener):
             if records and self._forward_only:
                 writer.collectives(self.current_step, self._parts[0].watch.events())
             elif records:
-                self._keep_grads()
+                self._keep_grads([])
+                for keeper in self._keepers:
+                    keeper.reduced_grads(self.current_step)
                 norm = self._norm if grad_norm is None else grad_norm
                 optimizers = self._current_optimizers()
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
@@ -414,6 +417,8 @@ class Recorder(Listener):
             for part in self._parts:
                 part.watch.backward_begins()
             self._losses.append(loss.clone())
+            if self._has_grads:
+                self._outdated.update(*(keeper.params for keeper in self._keepers))
             if self._trace is not None:
                 self._trace.result(loss)
 
@@ -424,7 +429,7 @@ class Recorder(Listener):
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._has_begun and (params is None or self._has_any(params)):
             with quietly():
-                self._keep_grads()
+                self._keep_grads(params)
 
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
         if self._has_begun and (params is None or self._has_any(params)):
@@ -440,7 +445,7 @@ class Recorder(Listener):
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
-                self._keep_grads(getattr(optimizer, "grad_scale", None))
+                self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
 
     # Writing
 
@@ -540,19 +545,28 @@ class Recorder(Listener):
         for part, view in zip(self._parts, self._views, strict=True):
             part.watch.begin_step(view, collects=records, is_dense=writer.is_dense(self.current_step))
 
-    def _keep_grads(self, scale: Tensor | None = None) -> None:
-        """Record the reduced gradients, if required and not recorded yet.
+    def _keep_grads(self, params: Sequence[Tensor] | None = None, scale: Tensor | None = None) -> None:
+        """Keep the reduced gradients, if they are recorded: those of all parameters, and where they are kept, those of parameters
+        with another gradient since, as of a discriminator that is updated after its generator.
 
         Before the first forward there are none: loading an optimizer state can call `step` to allocate it.
 
         Args:
+            params: the parameters that are about to be clipped or updated; None: all of the model.
             scale: the divisor of the gradients; None for 1.
         """
-        if self._microbatches and not self._has_grads and self._keepers[0].writer.records(self.current_step):
-            # Read only if it is used, because the loop then waits for the accelerator.
-            divisor = 1.0 if scale is None else float(scale)
-            found = [each.reduced_grads(self.current_step, divisor) for each in self._keepers]
-            self._has_grads = any(found)
+        if not self._microbatches or not self._keepers[0].writer.records(self.current_step):
+            return
+        only = None
+        if self._has_grads:
+            only = self._outdated.intersection(self._outdated if params is None else map(id, params))
+            if not only:
+                return
+        # Read only if it is used, because the loop then waits for the accelerator.
+        divisor = 1.0 if scale is None else float(scale)
+        found = [each.keep_grads(self.current_step, divisor, only) for each in self._keepers]
+        self._has_grads = self._has_grads or any(found)
+        self._outdated.difference_update(only or ())
 
     @property
     def _on_accelerator(self) -> bool:

@@ -1,6 +1,6 @@
 """Passes a rank's pieces to the writer of a recording, as values or as sketches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Keeper:
     def __init__(self, view: ModelView, writer: RecordingWriter) -> None:
         self._view, self.writer = view, writer
         self._params = {id(held.param) for held in view.held}
+        self._grads: dict[str, Pieces] = {}
         self._specs = writer.manifest.params
         self._modules = {name: module for module, name in view.watched.items()}
         # Forward has whole parameters of which ranks have pieces.
@@ -55,14 +56,21 @@ class Keeper:
         for unit, held in self._by_unit():
             self.writer.parameters(0, unit, self._pieces(0, PARAMETERS, ((each, each.param) for each in held)))
 
-    def reduced_grads(self, step: int, scale: float = 1.0) -> bool:
-        """Record the current gradients. Returns False if there are none.
+    @property
+    def params(self) -> Set[int]:
+        """The ids of the model's parameters."""
+        return self._params
+
+    def keep_grads(self, step: int, scale: float = 1.0, only: Set[int] | None = None) -> bool:
+        """Keep the current gradients for `reduced_grads`. Returns False if there are none.
 
         Args:
             scale: the divisor of the gradients.
+            only: the ids of the parameters; None: all.
         """
         found = False
         for unit, held in self._by_unit():
+            held = held if only is None else [each for each in held if id(each.param) in only]
             grads = [
                 (each, grad) for each in held if (grad := _complete(each, {"": each.param.grad}).get("")) is not None
             ]
@@ -70,8 +78,14 @@ class Keeper:
             pieces = self._pieces(step, REDUCE, unscaled)
             if pieces:
                 found = True
-                self.writer.reduced_grads(step, unit, pieces)
+                self._grads.setdefault(unit, {}).update(pieces)
         return found
+
+    def reduced_grads(self, step: int) -> None:
+        """Record the gradients that were kept."""
+        grads, self._grads = self._grads, {}
+        for unit, pieces in grads.items():
+            self.writer.reduced_grads(step, unit, pieces)
 
     def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
         """Record an unsharded parameter."""

@@ -404,6 +404,32 @@ def test_gradients_that_a_fused_optimizer_unscales_are_recorded_unscaled(tmp_pat
     assert np.array_equal(loop.full(REDUCE, 0, "scale"), fused.full(REDUCE, 0, "scale"))
 
 
+def test_optimizers_that_take_turns_have_the_gradients_that_they_got_recorded(tmp_path):
+    """As in an adversarial network, where backward goes through the discriminator twice."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict({"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)})
+    generate, judge = models.values()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (generate, judge)]
+    got = []
+    with Recorder(tmp_path / "out", model=models, every=1) as recorder:
+        for _ in range(2):
+            fakes = generate(torch.randn(5, 3))
+            for model, optimizer in zip((generate, judge), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = -judge(fakes) if model is generate else judge(fakes.detach()) - judge(torch.randn(5, 4))
+                loss.mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                got.append(model.weight.grad.clone())
+                optimizer.step()
+            recorder.step()
+    recording = Recording.open(tmp_path / "out")
+    names = product(range(2), ("generator.weight", "discriminator.weight"))
+    recorded = [torch.as_tensor(recording.full(REDUCE, *at)) for at in names]
+    cosines = [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in zip(got, recorded, strict=True)]
+    assert min(cosines) > 1 - 1e-6  # in float32; clipping leaves the direction
+    assert min(torch.linalg.norm(each) for each in recorded) > 0.01  # before clipping
+
+
 def test_what_nothing_reached_has_zeros_as_its_own_gradient_and_no_reduced_one(tmp_path):
     class Half(nn.Module):
         def __init__(self) -> None:
