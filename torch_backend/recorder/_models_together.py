@@ -19,22 +19,23 @@ class ModelsTogether(nn.Module):
             self.add_module(name, module)
 
 
-def models_together(part: nn.Module, wanted: Set[int]) -> nn.Module | None:
+def models_together(part: nn.Module, wanted: Set[int], callers: Set[int] = frozenset()) -> nn.Module | None:
     """One model of the modules that have the parameters of all optimizers and no other trained ones.
 
     Args:
         part: a module that is being called.
         wanted: the ids of the parameters of all optimizers.
+        callers: the ids of modules of which a method is being called.
 
     Returns None if modules do not have all of these parameters, if `part` is in none of the modules, and if it is part of a
-    single one that has a forward of its own.
+    single one that has a forward of its own and does not call the part by a method.
     """
     found = _outermost([each for each in made_modules() if _is_trained(each, wanted)])
     have = {id(param) for each in found for param in each.parameters()}
     if not have >= wanted or not any(one is part for each in found for one in each.modules()):
         return None
     if len(found) == 1:
-        return found[0] if lacks_forward(found[0]) else None
+        return found[0] if lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part) else None
     return ModelsTogether(_by_name(found))
 
 

@@ -71,7 +71,7 @@ class ScriptRecorder:
         self._updated: Counter[int] = Counter()
         self._most_updated: Counter[int] = Counter()
         self._without_whole: set[tuple[int, int, frozenset[int]]] = set()
-        self._alone: set[tuple[int, int]] = set()
+        self._alone: set[tuple[int, int, frozenset[int]]] = set()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -176,6 +176,7 @@ class ScriptRecorder:
         if len(modules) == 1 and (together := self._together(modules[0], mine)) is not None:
             modules = (together,)
             own, mine = self._own(modules)
+            options["in_parts"] = True
         if not (mine or (self._forward_only and own)):
             return
         self._params, self._optimizers = own, mine
@@ -202,10 +203,11 @@ class ScriptRecorder:
     def _together(self, part: nn.Module, mine: Sequence[Optimizer]) -> nn.Module | None:
         """A model of all modules that optimizers train, if these are several; `mine` are those of `part`."""
         others = [held for held in self._held() if all(held is not own for own in mine)]
-        if self._forward_only or not others or (id(part), len(others)) in self._alone:
+        callers = _modules_in_calls()
+        if self._forward_only or not others or (known := (id(part), len(others), callers)) in self._alone:
             return None
-        self._alone.add((id(part), len(others)))
-        return models_together(part, set().union(*map(_params_of, (*mine, *others))))
+        self._alone.add(known)
+        return models_together(part, set().union(*map(_params_of, (*mine, *others))), callers)
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
         """A module whose parts the script calls one by one, if this is one of them; None if there is none.

@@ -533,6 +533,38 @@ torch.save(losses, {str(tmp_path / "losses")!r})
     assert len(recording.batch(1, 0).sample_ids) == 2
 
 
+def test_a_model_with_two_optimizers_that_its_own_methods_call_is_recorded(tmp_path, run):
+    text = """
+class Adversarial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def judged(self, z):
+        return self.judge(z).mean()
+
+model = Adversarial()
+optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.judge, model.encoder)]
+for step in range(3):
+    z = model.encode(torch.full((2, 4), 1.0 + step))
+    for loss, optimizer in ((lambda: model.judged(z.detach()), optimizers[0]), (lambda: -model.judged(z), optimizers[1])):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+"""
+    assert run(text, every=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3
+    assert list(recording.manifest.params) == ["encoder.weight", "encoder.bias", "judge.weight", "judge.bias"]
+    assert all(recording.has("reduce", 2, name) for name in recording.manifest.params)
+
+
 def test_a_compiled_model_has_its_output_recorded(tmp_path, run):
     text = """
 model = torch.compile(net(), backend="eager")
