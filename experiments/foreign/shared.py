@@ -188,13 +188,18 @@ def start_jax(given: argparse.Namespace, params: Any, convert: Callable[[Arrays]
     Args:
         params: parameters of the model, of any values.
     """
+    import jax
+
     from crossframe import MeshSpec
     from jax_backend import make_mesh, shard
 
     if given.convert:
         write_converted(given, convert)
         sys.exit()
-    return shard(filled(params, convert(load_file(given.values / "a.safetensors"))), make_mesh(MeshSpec(shard=1)))
+    values = filled(params, convert(load_file(given.values / "a.safetensors")))
+    # A scalar, such as the temperature of CLIP, has no dim of its own to shard on.
+    layout = "per_param" if all(leaf.ndim for leaf in jax.tree.leaves(values)) else "flat"
+    return shard(values, make_mesh(MeshSpec(shard=1)), layout=layout)
 
 
 def train_jax(
