@@ -15,7 +15,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def foreign(
     pairs: Annotated[list[str] | None, typer.Argument(help="Names of pairs. Default: all", show_default=False)] = None,
-    number: Annotated[int, typer.Option("--set", min=1, max=3, help="The set of pairs.")] = 1,
+    number: Annotated[int, typer.Option("--set", min=1, max=4, help="The set of pairs.")] = 1,
     cache: Annotated[Path, typer.Option(help="Folder of the environments that pip makes.")] = Path("runs/foreign"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,
     freeze: Annotated[

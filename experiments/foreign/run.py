@@ -22,9 +22,10 @@ from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
-RESULTS = {number: HERE / "results" / f"{name}.json" for number, name in enumerate(("foreign", "second", "third"), 1)}
+NAMES = ("foreign", "second", "third", "fourth")
+RESULTS = {number: HERE / "results" / f"{name}.json" for number, name in enumerate(NAMES, 1)}
 """Results by set of pairs."""
-TORCH = ("torch", "torch_second", "torch_third", "timm")
+TORCH = ("torch", "torch_second", "torch_third", "torch_fourth", "timm")
 PERTURBED = {"float64": 0, "float32": 4}
 """Perturbed runs of side a, by dtype."""
 

@@ -1,6 +1,6 @@
 """What the scripts of all pairs share: options, random batches, initial values, and two loops of plain SGD.
 
-Pairs of set 3 have loops of their own.
+Pairs of sets 3 and 4 have loops of their own.
 
 A script of torch is run by `crossframe record`, and writes its initial values. A script of JAX converts them and records itself.
 Frameworks are imported where they are used: each script has an environment of its own.
@@ -36,6 +36,17 @@ def options() -> argparse.Namespace:
 def tokens_of(step: int, *shape: int, vocabulary: int) -> np.ndarray:
     """Random tokens."""
     return np.random.default_rng((17, step)).integers(1, vocabulary, shape)
+
+
+def padded_tokens_of(step: int, batch: int, length: int, vocabulary: int, labels: int) -> Arrays:
+    """Random tokens and labels of sentences of different lengths: what pads them is token 0, with label -100 and mask 0."""
+    rng = np.random.default_rng((20, step))
+    is_there = np.arange(length) < rng.integers(length // 2, length + 1, batch)[:, None]
+    return {
+        "tokens": np.where(is_there, rng.integers(1, vocabulary, (batch, length)), 0),
+        "labels": np.where(is_there, rng.integers(0, labels, (batch, length)), -100),
+        "mask": is_there.astype(int),
+    }
 
 
 def images_of(step: int, *shape: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from experiments.foreign.shared import linen_modules, write_converted
 from jax_backend.activations import listening
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_foreign_pairs_are_whole(number):
     pairs = pairs_of(number=number)
     assert len(pairs) >= 8
