@@ -33,7 +33,7 @@ _MOST_OF_LAYER = 4
 
 def join_bias(matching: Matching, name: str) -> bool:
     """Add a parameter with one value that joins arrays as another one of its module does."""
-    module = name.rpartition(".")[0]
+    module = module_of(name)
     siblings = [
         entry for entry in matching.entries.values() if len(entry.paths) > 1 and module_of(entry.name) == module
     ]

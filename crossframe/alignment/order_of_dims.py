@@ -106,10 +106,8 @@ def _order_of_bias(matching: Matching, name: str, path: str, unchanged: Rearrang
 
 def _joins_in_module(matching: Matching, name: str) -> set[tuple[tuple[int, int], ...]]:
     """How other parameters of a module join dims."""
-    module = name.rpartition(".")[0]
-    entries = [
-        entry for entry in matching.entries.values() if entry.name.rpartition(".")[0] == module and entry.pattern
-    ]
+    module = module_of(name)
+    entries = [entry for entry in matching.entries.values() if module_of(entry.name) == module and entry.pattern]
     return {
         join
         for entry in entries

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.alignment.module_names import enclosing, is_in
 from crossframe.alignment.portions import Signatures
 
 _MOST_AXES = 2
@@ -132,9 +133,9 @@ def _stacked_module(path: str, axis: int, second: Mapping[str, np.ndarray], whol
     """The outermost module all of whose arrays have as many slices along the same dim, and none of which is a whole parameter of
     the other model; the path itself if there is none."""
     size = second[path].shape[axis]
-    found, module = path, path
-    while module := module.rpartition(".")[0]:
-        inside = {other: array.shape for other, array in second.items() if other.startswith(f"{module}.")}
+    found = path
+    for module in enclosing(path):
+        inside = {other: array.shape for other, array in second.items() if is_in(other, module)}
         alike = (len(shape) > axis and shape[axis] == size for shape in inside.values())
         if not all(alike) or whole & inside.keys():
             break

@@ -105,6 +105,13 @@ def test_all_weights_are_aligned_by_values_and_biases_by_their_modules(models):
     assert all("norm" in name for name in found.undecided[0].names) and "gradients" in found.undecided[0].why
 
 
+def test_modules_are_read_from_names_with_slashes(models):
+    first, second = models
+    found = align(first, {path.replace(".", "/"): value for path, value in second.items()})
+    assert [len(each.names) for each in found.undecided] == [4]  # the norms
+    assert {each.replace("/", ".") for each in found.param_map.by_path} == align(*models).param_map.by_path.keys()
+
+
 def test_gradients_decide_what_values_and_modules_do_not(models):
     gradients = {name: values(value.shape, i, np.float64) for i, (name, value) in enumerate(models[0].items())}
     others = dict(in_jax(name, value * (1 + 1e-6)) for name, value in gradients.items())
