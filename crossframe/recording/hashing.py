@@ -28,7 +28,7 @@ def element_hashes(array: np.ndarray) -> np.ndarray:
     """A uint64 hash of the bits of each element, in the array's shape, which does not depend on its place. -0.0 is 0.0."""
     positive = one_nan(np.ascontiguousarray(array + np.zeros((), array.dtype)))
     bits = positive.view(_UNSIGNED[array.dtype.itemsize])
-    return mix(bits.astype(np.uint64) * _ODD + _ODD)
+    return mix(bits.astype(np.uint64) * _ODD + _ODD).reshape(array.shape)  # a scalar has no dims
 
 
 def one_nan(array: np.ndarray) -> np.ndarray:

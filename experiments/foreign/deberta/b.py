@@ -81,7 +81,7 @@ with Recorder(
     given.record,
     sharded,
     name="DebertaV2ForTokenClassification",
-    samples=lambda batch: batch["tokens"],
+    samples=lambda batch: [batch["tokens"], batch["mask"]],
     settings={"optimizer": "AdamW", "weight_decay": 0.1},
 ) as recorder:
     value_and_grad = recorder.value_and_grad(loss_fn)

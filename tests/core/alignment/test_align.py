@@ -125,6 +125,14 @@ def test_gradients_decide_what_values_and_modules_do_not(models):
     assert align(*models, (equal, {path: np.ones(v.shape) for path, v in models[1].items()})).undecided
 
 
+@pytest.mark.parametrize(("shape", "other"), [((), (1,)), ((1,), ()), ((1, 1), ()), ((), ())])
+def test_scalars_are_aligned_with_dims_of_size_one(shape, other):
+    first = {"scale": np.full(shape, 2.5, np.float32), "fc": values((3, 4))}
+    found = align(first, {"scale": np.full(other, 2.5, np.float32), "fc": values((3, 4))})
+    assert not found.undecided
+    assert np.array_equal(found.param_map.by_name["scale"].to_canonical(np.full(other, 2.5)), np.full(shape, 2.5))
+
+
 def test_rows_of_several_parameters_are_joined(models):
     first, second = models
     for layer in range(2):
