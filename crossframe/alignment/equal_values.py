@@ -1,7 +1,7 @@
 """Tells parameters with equal values apart: by gradients, by their modules, by the order of use, and by names."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,35 +208,46 @@ def by_order_of_use(matching: Matching, names: Sequence[str], paths: Sequence[st
     """Add the parameters whose modules are used after the same aligned ones, if there is one of them in each model; whether
     there was one.
 
-    A fault changes values, but seldom the order in which modules are used.
+    A fault changes values, but seldom the order in which modules are used. When a parameter is used that a module holds beside
+    modules of its own, such as a table of positions, is not known.
     """
+    places = [_places_of_leaves(each) for each in matching.places]
     ours, theirs = (
-        {each: place for each in group if (place := matching.places[i].get(module_of(each))) is not None}
+        {each: place for each in group if (place := places[i].get(module_of(each))) is not None}
         for i, group in enumerate((names, paths))
     )
     known: list[tuple[str, int, int]] = []
     for name, entry in matching.entries.items():
-        own = matching.places[0].get(module_of(name))
-        others = [matching.places[1].get(module_of(path)) for path in entry.paths]
-        if own is not None and None not in others:
-            known.append((name, own, min(place for place in others if place is not None)))
+        own = places[0].get(module_of(name))
+        others = [place for path in entry.paths if (place := places[1].get(module_of(path))) is not None]
+        if own is not None and len(others) == len(entry.paths):
+            known.append((name, own, min(others)))
+    # By each open parameter: the aligned ones that are used before it, and the last of them.
     before = [
-        {
-            each: [name for name, *places in sorted(known, key=lambda row: row[i + 1]) if places[i] < place]
-            for each, place in side.items()
-            if each not in (matching.entries, matching.owners)[i]
-        }
-        for i, side in enumerate((ours, theirs))
+        {each: _used_before(known, i + 1, place) for each, place in side.items() if each not in decided_ones}
+        for i, (side, decided_ones) in enumerate(((ours, matching.entries), (theirs, matching.owners)))
     ]
     decided = False
-    for name, earlier in before[0].items():
+    for name, (earlier, last) in before[0].items():
         alike = [
-            [each for each, other in side.items() if set(other) == set(earlier) and other[-1:] == earlier[-1:]]
-            for side in before
+            [each for each, (all_, latest) in side.items() if all_ == earlier and last & latest] for side in before
         ]
         if earlier and len(alike[0]) == len(alike[1]) == 1:
             decided |= pair(matching, name, alike[1][0], USE)
     return decided
+
+
+def _places_of_leaves(places: Mapping[str, int]) -> dict[str, int]:
+    """The places of the modules that contain no other one which is used."""
+    outer = {module for each in places for module in ("", *enclosing(each)) if each}
+    return {module: place for module, place in places.items() if module not in outer}
+
+
+def _used_before(known: Sequence[tuple[str, int, int]], at: int, place: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The names whose place, `row[at]`, is before another one, and those of them at the last place."""
+    earlier = [row for row in known if row[at] < place]
+    last = max((row[at] for row in earlier), default=None)
+    return frozenset(row[0] for row in earlier), frozenset(row[0] for row in earlier if row[at] == last)
 
 
 def by_names(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:

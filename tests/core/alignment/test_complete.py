@@ -135,6 +135,24 @@ def test_the_order_of_use_decides_between_equal_values_where_a_fault_may_be():
     assert not any("norm" in entry.name for entry in found.param_map.entries)
 
 
+def test_the_order_of_use_leaves_out_parameters_beside_modules():
+    weights = {
+        f"{i}{each}": np.random.default_rng((k, m)).normal(size=(5, 4))
+        for k, i in enumerate(("image", "text"))
+        for m, each in enumerate((".token.weight", ".position.weight", "_fc.weight"))
+    }
+    first = weights | {f"{i}_norm.weight": np.ones(4) for i in ("image", "text")}
+    second = {name.replace("position.weight", "positions"): value for name, value in weights.items()}
+    second |= {f"{i}_scale.weight": np.ones(4) for i in ("text", "image")}
+    uses = (
+        [f"{i}{each}" for i in ("image", "text") for each in (".token", ".position", "_norm", "_fc")],
+        [f"{i}{each}" for i in ("image", "text") for each in ("", ".token", "_scale", "_fc")],
+    )
+    found = align(first, second, faulty_gradients(first, second), may_differ=True, uses=uses)
+    assert found.param_map.by_name["image_norm.weight"].path == "image_scale.weight"
+    assert not found.undecided and USE in found.evidence.values()
+
+
 def test_equal_names_in_corresponding_modules_decide_last():
     first = with_norms(("h.0", "h.1"), ("norm1", "norm2"), ("attn", "mlp"))
     second = with_norms(("layers.0", "layers.1"), ("norm2", "norm1"), ("mixer", "mlp"))
