@@ -177,7 +177,8 @@ class _Matcher:
         """Whether two modules enclose the same parameters, or portions of them."""
         ours = {path for entry in self._map.entries if _is_in(entry.name, module) for path in entry.paths}
         theirs = {path for path in self._map.by_path if _is_in(path, other)}
-        is_portion = bool(ours & theirs) and not self._paths_in(module)
+        # A projection of queries is not the attention that encloses it with another projection.
+        is_portion = bool(theirs) and theirs < ours and not self._paths_in(module)
         return ours == theirs or is_portion
 
     def _alike(self, module: str, other: str) -> bool:

@@ -193,6 +193,19 @@ def test_modules_with_different_parameters_are_not_matched_by_place():
     assert modules_of(found) == {"norm": "scale", "head": "out"}
 
 
+def test_a_projection_is_not_the_attention_that_encloses_it():
+    first = Run(used("norm", "q", "k", "out", seed=1, inputs={"q": 3, "k": 3}))
+    second = Run(used("norm", "attn", seed=2, inputs={"attn": 3}))
+    weights = [("norm.weight", "norm.scale"), ("out.weight", "attn.out.weight")]
+    halves = (
+        MapEntry("q.weight", "attn.qk", "a b[0:6/12] -> a b"),
+        MapEntry("k.weight", "attn.qk", "a b[6:12/12] -> a b"),
+    )
+    found = match_activations(first, second, ParamMap((*(MapEntry(*each) for each in weights), *halves)))
+    assert ("norm", "output") in found
+    assert "attn" not in {theirs[0] for (_, use), (theirs, _) in found.items() if use == "output"}
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_features_are_permuted_as_the_weights_are(fault):
     pattern = "(h w=2 c=3) i -> (h c w) i"
