@@ -4,8 +4,8 @@
 elementary functions, and the points at which low-precision kernels round. `OtherRounding` perturbs a run only in these ways: it
 reorders the terms of sums (matrix products, convolutions, means), and moves each element of a rounded result at random to a
 neighbouring value or not (D. Parker, Monte Carlo arithmetic, UCLA 1997). Operations that move, select or cast data have one
-correct result and are not changed. Neither are zeros (masks, padding, unused parameters), values that are not finite, and single
-integers (an optimizer's step count).
+correct result and are not changed. Neither are zeros (masks, padding, unused parameters), values that are not finite, and results
+of integers alone: sums and products of positions, buckets and an optimizer's step count are exact.
 
 torch computes Adam's constants, such as 1 - beta2**t, as Python floats, while other implementations use the dtype of the
 parameters: in float32, 1 - 0.999 has a relative error of 1e-5. A perturbed run uses the parameters' dtype, with Adam's path for
@@ -135,10 +135,10 @@ class OtherRounding(TorchDispatchMode):
         integers = _INTEGERS.get(local.element_size())
         if not local.is_floating_point() or integers is None or local.numel() == 0:
             return
-        if local.numel() == 1 and bool(local.detach() == local.detach().round()):
-            return
+        values = local.detach()
         away = torch.randint(-1, 2, local.shape, generator=self._generator(local.device), device=local.device)
-        away = away.to(integers) * ((local != 0) & torch.isfinite(local))
+        is_rounded = (values != values.round()).any()
+        away = away.to(integers) * ((values != 0) & torch.isfinite(values) & is_rounded)
         # The bits of a float, read as an integer, count its magnitude.
         local.view(integers).add_(away)
 

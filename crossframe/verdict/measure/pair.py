@@ -114,8 +114,8 @@ class Pair:
         fed = [[r.batch(step, rank) for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
         if any(x.digest != y.digest for x, y in zip(*fed, strict=True)):
             return True
-        ids = [[batch.sample_ids for batch in batches] for batches in fed]
-        return ids[0] != ids[1] and all(all(each) for each in ids)
+        known = all(batch.sample_ids for batches in fed for batch in batches)
+        return known and not all(x.has_rows_of(y) for x, y in zip(*fed, strict=True))
 
     def names(self, *, backward: bool = False) -> list[str]:
         """All parameters with elements, in the order of units, or in that of backward."""

@@ -85,6 +85,20 @@ def test_padding_is_no_part_of_a_sample():
     assert row_ids(gaps, 1) == row_ids(gaps)
 
 
+def test_rows_are_the_same_if_one_side_does_not_know_the_mask():
+    mask = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    whole, halves = [TOKENS, mask], [[TOKENS[:2], mask[:2]], [TOKENS[2:], mask[2:]]]
+
+    def batch(*microbatches, index=None):
+        arrays = [array for each in microbatches for array in each]
+        return Batch(digest_of(arrays), tuple(i for each in microbatches for i in row_ids(each, index)))
+
+    assert batch(whole).sample_ids != batch(whole, index=1).sample_ids
+    assert batch(whole).has_rows_of(batch(whole, index=1)) and batch(*halves, index=1).has_rows_of(batch(*halves))
+    assert not batch(*halves).has_rows_of(batch(*halves[::-1]))
+    assert not batch(*halves).has_rows_of(batch(*halves[::-1], index=1))
+
+
 def test_batches_have_the_same_samples_whatever_their_microbatches():
     def batch(*microbatches):
         ids = [i for arrays in microbatches for i in row_ids(arrays)]

@@ -77,9 +77,9 @@ def test_zeros_what_is_not_finite_and_counts_stay():
     x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 2.0])
     found = rounded(1, lambda: x * 1.0)
     torch.testing.assert_close(found[:4], x[:4], rtol=0, atol=0, equal_nan=True)
-    count = torch.tensor(3.0)
-    for seed in range(20):
-        assert rounded(seed, lambda: count + 1) == 4.0
+    for counts in (torch.tensor(3.0), torch.arange(20.0)):  # an optimizer's step count, and positions
+        for seed in range(20):
+            assert (rounded(seed, lambda counts=counts: counts * 2 + 1) == counts * 2 + 1).all()
 
 
 def test_training_differs_by_rounding_alone_in_forward_backward_and_the_optimizer():
