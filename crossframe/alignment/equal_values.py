@@ -216,15 +216,15 @@ def by_order_of_use(matching: Matching, names: Sequence[str], paths: Sequence[st
         {each: place for each in group if (place := places[i].get(module_of(each))) is not None}
         for i, group in enumerate((names, paths))
     )
-    known: list[tuple[str, int, int]] = []
+    known: tuple[dict[str, int], dict[str, int]] = {}, {}
     for name, entry in matching.entries.items():
         own = places[0].get(module_of(name))
         others = [place for path in entry.paths if (place := places[1].get(module_of(path))) is not None]
         if own is not None and len(others) == len(entry.paths):
-            known.append((name, own, min(others)))
+            known[0][name], known[1][name] = own, min(others)
     # By each open parameter: the aligned ones that are used before it, and the last of them.
     before = [
-        {each: _used_before(known, i + 1, place) for each, place in side.items() if each not in decided_ones}
+        {each: _used_before(known[i], place) for each, place in side.items() if each not in decided_ones}
         for i, (side, decided_ones) in enumerate(((ours, matching.entries), (theirs, matching.owners)))
     ]
     decided = False
@@ -243,11 +243,11 @@ def _places_of_leaves(places: Mapping[str, int]) -> dict[str, int]:
     return {module: place for module, place in places.items() if module not in outer}
 
 
-def _used_before(known: Sequence[tuple[str, int, int]], at: int, place: int) -> tuple[frozenset[str], frozenset[str]]:
-    """The names whose place, `row[at]`, is before another one, and those of them at the last place."""
-    earlier = [row for row in known if row[at] < place]
-    last = max((row[at] for row in earlier), default=None)
-    return frozenset(row[0] for row in earlier), frozenset(row[0] for row in earlier if row[at] == last)
+def _used_before(known: Mapping[str, int], place: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The names whose place is before another one, and those of them at the last place."""
+    earlier = {name: own for name, own in known.items() if own < place}
+    last = max(earlier.values(), default=None)
+    return frozenset(earlier), frozenset(name for name, own in earlier.items() if own == last)
 
 
 def by_names(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
