@@ -466,7 +466,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
     """Add a gradient to what has come before it: in float32 at least, where there are several."""
-    grad = grad.detach()
+    grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
     if name not in sums:
         sums[name] = grad.clone()
         return

@@ -171,10 +171,11 @@ def parts_of_dtensors(params: Mapping[str, Tensor]) -> dict[str, Pieces]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """What this rank has of a tensor; a sparse gradient, as that of an embedding, with its zeros."""
     if isinstance(tensor, PieceTensor):
         return tensor.local
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.to_dense() if local.is_sparse else local
 
 
 def joined(parts: Sequence[Tensor], dim: int, runs: int = 1) -> Tensor:

@@ -469,6 +469,29 @@ def test_models_that_share_an_optimizer_and_a_frozen_one_are_recorded_as_one(run
     }
 
 
+SPARSE = """
+model = nn.Sequential(nn.Embedding(11, 4, sparse="--sparse" in sys.argv), nn.Flatten(), nn.Linear(24, 1)).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in tokens:
+    optimizer.zero_grad()
+    for part in x.chunk(2):
+        model(part).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_sparse_gradients_are_recorded_with_their_zeros(run, tmp_path):
+    found = []
+    for arguments in ((), ("--sparse",)):
+        assert run(SPARSE, *arguments, directory=str(tmp_path / str(len(found))), every=1, dense=2) == 0
+        found.append(Recording.open(tmp_path / str(len(found))))
+    for step in range(3):
+        dense, sparse = (recording.full("reduce", step, "0.weight") for recording in found)
+        np.testing.assert_allclose(sparse, dense, rtol=1e-12)
+        assert step == 2 or np.array_equal(sparse, found[1].local(step, 0, "0.weight"))
+    assert not dense.all() and dense.any()
+
+
 def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
     assert run("print('hello')", forward_only=True) == NOT_RECORDED
     assert "no module of torch with parameters was called" in capsys.readouterr().err
