@@ -235,7 +235,7 @@ def judge(work: Work) -> dict[str, Any]:
 
 def _found(answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "") -> dict[str, Any]:
     said = (
-        " ".join(message.replace(f"{tempfile.gettempdir()}/", "").replace(f"{CODE}/", "").split())[-1500:]
+        " ".join(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", "").split())[-1500:]
         if wrong
         else ""
     )

@@ -241,7 +241,7 @@ class ScriptRecorder:
         if all(optimizer is not own for own in self._optimizers):
             if not _params_of(optimizer) & self._params:
                 raise UsageError(
-                    f"the script trains more than one model: a {type(optimizer).__name__} updated parameters that are "
+                    f"the script trains more than one model: {type(optimizer).__name__} updated parameters that are "
                     f"not in the first model that was trained; {_USE_RECORDER}"
                 )
             self._optimizers.append(optimizer)
@@ -249,7 +249,7 @@ class ScriptRecorder:
         self._updated.update(own := _params_of(optimizer))
         if max((self._updated[each] for each in own), default=0) > _MOST_UPDATES:
             raise UsageError(
-                f"{_MOST_UPDATES} steps of a {type(optimizer).__name__} passed without one of another optimizer of the model; "
+                f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"
             )
         # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.

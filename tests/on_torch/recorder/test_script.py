@@ -418,7 +418,7 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
         (ONE_AFTER_ANOTHER, "trains models one after another"),
         (
             ONE_AFTER_ANOTHER.replace("in tokens", "in tokens.repeat(40, 1, 1)"),
-            "100 steps of a SGD passed without one of",
+            "100 steps of SGD passed without one of",
         ),
         (IN_PARTS, "no module that the script calls by itself has all of its parameters"),
         ("print('hello')", "nothing was trained in this process"),
