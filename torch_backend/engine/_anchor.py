@@ -7,12 +7,27 @@ or unused parameters, with integer or in-place inputs, and if ranks use differen
 none of these properties.
 """
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def without_grad(hook: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.no_grad()` for hooks of autograd, which find gradients disabled already unless the user asked for `create_graph`."""
+    disabled = torch.no_grad()(hook)
+
+    @functools.wraps(hook)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return disabled(*args, **kwargs) if torch.is_grad_enabled() else hook(*args, **kwargs)
+
+    return run
 
 
 class Use:
@@ -50,9 +65,8 @@ class _Anchor(torch.autograd.Function):
         unit = ctx.unit()
         if unit is not None:
             unit.check_double_backward()
-            with torch.no_grad():
-                unit.collect(ctx.use(), ctx.indices, grads)
-        return (None, None, None, *(None for _ in grads))
+            unit.collect(ctx.use(), ctx.indices, grads)
+        return (None,) * (3 + len(grads))
 
 
 # `Function.apply` without its pass over all arguments, which serves functorch.
@@ -62,11 +76,11 @@ _apply: Any = super(torch.autograd.Function, _Anchor).apply  # type: ignore[attr
 def anchored(unit: Owner, use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that the module computes with: aliases from an anchor for leaves that require a gradient, and the other
     leaves."""
-    indices = tuple(i for i, leaf in enumerate(leaves) if leaf.requires_grad)
     if not torch.is_grad_enabled():
         # Not the leaves themselves, because autocast would cache their low-precision copies beyond the step.
         return [leaf.detach() for leaf in leaves]
     used = list(leaves)
+    indices = tuple([i for i, leaf in enumerate(leaves) if leaf.requires_grad])
     if indices:
         # The node must not keep the unit alive, because the garbage collector cannot see cycles through autograd graphs.
         apply = _Anchor.apply if torch._C._are_functorch_transforms_active() else _apply

@@ -22,6 +22,7 @@ from crossframe.errors import RunOrderError, UsageError
 from crossframe.lifecycle import Activity
 from crossframe.step import ModelStep, StepCount
 from crossframe.step.root_step import Do
+from torch_backend.engine._anchor import without_grad
 from torch_backend.engine._settings_check import check_agreement
 from torch_backend.engine._unit import Unit
 from torch_backend.engine._unit_tree import NamedUnit
@@ -37,7 +38,7 @@ _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, tuple, li
 _WATCHING = "_crossframe_watching"
 
 
-@torch.no_grad()
+@without_grad
 def _begin_backwards(watching: "list[tuple[StepExecutor, Unit, Any]]", grad: torch.Tensor) -> None:
     for executor, unit, _ in reversed(watching):
         executor.begin_backward(unit)
@@ -182,7 +183,7 @@ class StepExecutor:
         for unit in self.units:
             unit.num_frozen_uses = 0
 
-    @torch.no_grad()
+    @without_grad
     def _end_frozen_use(self, unit: Unit) -> None:
         unit.num_frozen_uses -= 1
         if unit.num_frozen_uses == 0:
@@ -262,7 +263,7 @@ class StepExecutor:
             if not unit.advance_reduction():
                 self._in_flight.append(unit)
 
-    @torch.no_grad()
+    @without_grad
     def _end_backward(self) -> None:
         """The last thing in a backward."""
         for unit in self.units:

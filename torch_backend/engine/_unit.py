@@ -18,7 +18,7 @@ from crossframe.precision import PrecisionPolicy
 from crossframe.step import Action, StepCount, UnitStep
 from crossframe.step.unit import Actions
 from crossframe.unshard import UnshardRequest
-from torch_backend.engine._anchor import Use, anchored
+from torch_backend.engine._anchor import Use, anchored, without_grad
 from torch_backend.engine._bucket import Bucket, Writeback
 from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.memory._full_grads import FullGrads
@@ -300,6 +300,7 @@ class Unit:
                 "the ranks and have no graph, so gradients of gradients cannot be computed; leave create_graph out"
             )
 
+    @without_grad
     def collect(self, use: Use | None, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Autograd delivers the gradients of one use of the unit; see [Note: anchors]."""
         if self.state.activity != Activity.BACKWARD:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._consensus import group_key, num_rounds, spans_ranks
 
+_NOTHING: frozenset[int] = frozenset()
+
 
 class Unused:
     """The unused parameters of one bucket in backward."""
@@ -47,7 +49,7 @@ class Unused:
     def lack(self, params: Sequence[bool]) -> None:
         """Store the parameters without a gradient on this rank, before a reduction is issued."""
         self._turn += 1
-        lacking = frozenset(i for i, lacks in enumerate(params) if lacks)
+        lacking = frozenset([i for i, lacks in enumerate(params) if lacks]) if params else _NOTHING
         self._waiting.append((self._turn, lacking))
         if lacking and self._asks:
             key = self._keys(self._turn)[self._place]
@@ -67,7 +69,7 @@ class Unused:
         """
         waiting, self._waiting = self._waiting, []
         if not any(lacking for _, lacking in waiting):
-            return frozenset()
+            return _NOTHING
         unused = frozenset.intersection(*(lacking for _, lacking in waiting))
         if not self._asks:
             return unused

@@ -81,7 +81,6 @@ class GatherBuffer:
         layout = self.layout if layout is None else layout
         self._streams.before_gather()
         with self._streams.unsharding():
-            shard = shard.detach()
             if communicator.size == 1 and layout.contiguous:
                 self.full.untyped_storage().resize_(self._num_bytes)
                 self.full.copy_(shard)

@@ -123,7 +123,7 @@ class GradStore:
         for this in steps:
             match this:
                 case ReductionStep.CAST_TO_REDUCED:
-                    value = value.to(self._reduced)  # no copy: `_collect` already cast
+                    assert value.dtype == self._reduced  # `_collect` has cast
                 case ReductionStep.DIVIDE_BEFORE:
                     _divide(value, factors.before)
                 case ReductionStep.REDUCE_SCATTER:
@@ -153,7 +153,8 @@ class GradStore:
                     if hook is not None and factors.averaged:
                         hook(value)
                 case ReductionStep.CAST_TO_KEPT:
-                    value = value.to(self._kept)
+                    if value.dtype != self._kept:
+                        value = value.to(self._kept)
                 case ReductionStep.ACCUMULATE:
                     self.arrived = value  # the bucket adds it to the gradients that the user's parameters have
                 case _:
@@ -214,10 +215,12 @@ def _put(target: Tensor, grad: Tensor, shape: tuple[int, ...], column: Column) -
 
 def _divide(value: Tensor, factor: float) -> None:
     if factor != 1:
-        value.div_(_divisor(factor))
+        value.div_(_divisor(factor, value.dtype))
 
 
 @functools.lru_cache(maxsize=64)
-def _divisor(factor: float) -> Tensor:
-    """The factor as a tensor without dims, by which a division takes half as long as by a number, with the same bits."""
-    return torch.tensor(factor, dtype=torch.float64)
+def _divisor(factor: float, dtype: torch.dtype) -> Tensor:
+    """The factor as a tensor without dims, by which a division takes half as long as by a number, with the same bits: in the
+    dividend's dtype, which halves it again, if that holds the factor exactly."""
+    same = torch.tensor(factor, dtype=dtype)
+    return same if same.item() == factor else torch.tensor(factor, dtype=torch.float64)

@@ -59,8 +59,12 @@ class OriginalRegistrar(RegisteredParams):
             return list(parts)
         return [part.view(spec.shape) for part, spec in zip(parts, self._store.layout.params, strict=True)]
 
-    def _point_at_pieces(self) -> None:
+    def _cut_pieces(self) -> None:
         self._pieces = self._shaped(self._store.pieces)
+        self._addresses = [piece.data_ptr() for piece in self._pieces]
+
+    def _point_at_pieces(self) -> None:
+        self._cut_pieces()
         for param, piece in zip(self.params, self._pieces, strict=True):
             param.data = piece
 
@@ -125,8 +129,11 @@ class OriginalRegistrar(RegisteredParams):
 
     def adopt(self) -> bool:
         """Adopt parameters that were moved, assigned or replaced."""
-        writes = False
         self._take_back_places(self._check_plain)
+        # Almost always nothing was moved or assigned, and this is asked at each all-gather.
+        if [param.data_ptr() for param in self.params] == self._addresses:
+            return False
+        writes = False
         for i, (param, piece) in enumerate(zip(self.params, self._pieces, strict=True)):
             if param.data_ptr() != piece.data_ptr():  # both are 0 without elements
                 adopt_data(param, piece, self._store.layout.params[i].name, self._store.rank)
@@ -148,7 +155,7 @@ class OriginalRegistrar(RegisteredParams):
     def follow(self, leaves: list[nn.Parameter], fn: Callable[[Tensor], Tensor]) -> None:
         """Set the user's parameters to pieces of the new buffer."""
         self.take_leaves(leaves)
-        self._pieces = self._shaped(self._store.pieces)
+        self._cut_pieces()
         for param, piece in zip(self.params, self._pieces, strict=True):
             point_at(param, piece, fn)
         register(self._places, self.params)

@@ -5,11 +5,13 @@ which 2.11 alone has.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
@@ -20,9 +22,38 @@ from torch_backend.observe import observers
 from torch_backend.ranks._consensus import spans_ranks
 from torch_backend.ranks._failure import Pending, issue, rejoin
 
-# Looked up on each call, so that replaced functions of torch.distributed (mocks, counters) see our calls too.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class _Collective:
+    """A function of torch.distributed for asynchronous calls of the step.
+
+    Calls the process group's method as the function does, without its checks of arguments, which take as long again on the
+    host. A function that someone has replaced (a mock, a counter) is called itself.
+    """
+
+    def __init__(self, function: str, methods: tuple[str, str], options: Any) -> None:
+        """
+        Args:
+            methods: the name of the group's method, and its name in earlier versions.
+        """
+        self._function, self._original = function, getattr(dist, function)
+        self._method = next(method for method in methods if hasattr(dist.ProcessGroup, method))
+        self._options = options
+        options.asyncOp = True
+
+    def __call__(self, output: Tensor, source: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> Any:
+        function = getattr(dist, self._function)
+        if function is not self._original:
+            return function(output, source, group=group, async_op=async_op)
+        return getattr(group, self._method)(output, source, self._options)
+
+
+_all_gather = _Collective(_ALL_GATHER, ("all_gather_single", "_allgather_base"), AllgatherOptions())
+_reduce_scatter = _Collective(
+    _REDUCE_SCATTER, ("reduce_scatter_single", "_reduce_scatter_base"), ReduceScatterOptions()
+)
 
 
 class Done:
@@ -88,7 +119,7 @@ class Communicator:
         if phase not in ("forward", "backward"):  # outside of steps, which check this themselves
             rejoin([self.group])
         self._record_event(ALL_GATHER, gathered, unit, phase)
-        collective = getattr(dist, _ALL_GATHER) if self.custom_all_gather is None else self.custom_all_gather
+        collective = _all_gather if self.custom_all_gather is None else self.custom_all_gather
         return issue(
             collective, gathered, shard, group=self.group, spans=self._spans, kind=ALL_GATHER, unit=unit, phase=phase
         )
@@ -99,7 +130,7 @@ class Communicator:
             shard.copy_(full)
             return Done()
         self._record_event(REDUCE_SCATTER, full, unit, phase)
-        collective = getattr(dist, _REDUCE_SCATTER)
+        collective: Callable[..., Any] = _reduce_scatter
         if self.custom_reduce_scatter is not None:
             collective = functools.partial(self.custom_reduce_scatter, op=dist.ReduceOp.SUM)
         return issue(
