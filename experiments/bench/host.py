@@ -53,9 +53,9 @@ class SmallModel(nn.Module):
 def host_section(sizes: Sizes) -> Section:
     """Time forward and backward of everyone in alternation, once for each world size."""
     figures: list[Figure] = []
-    for world_size, limit in sizes.host_worlds:
+    for world_size, limits in sizes.host_worlds:
         [times] = on_ranks(world_size, FAKE, _times, world_size, sizes.host_width, sizes.host_blocks, sizes.host_rounds)
-        figures += host_figures(times, world_size, limit)
+        figures += host_figures(times, world_size, limits)
     how = (
         f"{sizes.host_blocks} blocks of six parameters, width {sizes.host_width}, a unit each; forward, backward and "
         "zero_grad, in time of the processor, of which the bare model's is taken off on both sides. One rank of torch's fake "
@@ -65,11 +65,11 @@ def host_section(sizes: Sizes) -> Section:
     return Section("Bookkeeping of the host", how, tuple(figures))
 
 
-def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, ...]:
+def host_figures(times: Times, world_size: int, limits: tuple[float, float]) -> tuple[Figure, ...]:
     """Ours to the faster of torch's two and to its counterpart, the bare model's time taken off; then all times.
 
     Args:
-        limit: of our FSDP1 to the faster, and of our FSDP2 to torch's.
+        limits: of our FSDP1 to the faster, and of our FSDP2 to torch's.
     """
     best = fastest(times, theirs(APIS))
     where = f"{world_size} ranks: "
@@ -79,7 +79,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
                 f"{where}{name} to {best}, the faster",
                 ratios(times, name, best, BARE),
                 TIMES,
-                limit if name == HELD_TO_FASTER else None,
+                limits[0] if name == HELD_TO_FASTER else None,
             )
             for name in ours(APIS)
             if name == HELD_TO_FASTER or counterpart(name) != best
@@ -89,7 +89,7 @@ def host_figures(times: Times, world_size: int, limit: float) -> tuple[Figure, .
                 f"{where}{name} to {counterpart(name)}",
                 ratios(times, name, counterpart(name), BARE),
                 TIMES,
-                limit if name == HELD else None,
+                limits[1] if name == HELD else None,
             )
             for name in ours(APIS + FURTHER)
             if name != HELD_TO_FASTER or counterpart(name) != best

@@ -190,14 +190,14 @@ def test_fully_shard_stays_held_to_torchs_own_where_that_is_the_slower():
 
 
 def test_bookkeeping_is_what_is_longer_than_the_bare_model():
-    figures = host_figures({**WALL, "bare": [0.5, 0.5, 0.5]}, 8, 0.45)
+    figures = host_figures({**WALL, "bare": [0.5, 0.5, 0.5]}, 8, (0.45, 0.45))
     assert found(figures, "8 ranks: our FSDP1 to torch FSDP2, the faster") == (3 / 7, 0.45)
     assert found(figures, "8 ranks: our FSDP2 to torch FSDP2") == (11 / 7, 0.45)
     assert found(figures, "8 ranks: our FSDP2 flat to torch FSDP2") == (3 / 7, None)
     assert found(figures, "8 ranks: our FSDP2 ragged to torch FSDP2") == (5 / 7, None)
     assert found(figures, "8 ranks: our FSDP1 to torch FSDP1") == (1 / 3, None)
     assert len(limited(figures)) == 2
-    figures = host_figures({**FSDP1_WINS, "bare": [0.5, 0.5, 0.5]}, 8, 0.45)
+    figures = host_figures({**FSDP1_WINS, "bare": [0.5, 0.5, 0.5]}, 8, (0.45, 0.45))
     assert found(figures, "8 ranks: our FSDP1 to torch FSDP1, the faster") == (3 / 5, 0.45)
     assert found(figures, "8 ranks: our FSDP2 to torch FSDP1, the faster") == (11 / 5, None)
     assert found(figures, "8 ranks: our FSDP2 to torch FSDP2") == (11 / 7, 0.45)
