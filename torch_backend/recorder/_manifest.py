@@ -30,16 +30,16 @@ _TITLE = "beginning of a recording"
 
 
 def move(view: ModelView, perturbed_run: int) -> None:
-    """Set this rank's shards to the initial values of a perturbed run."""
+    """Set this rank's shards to the initial values of a perturbed run. `.data`: a graph may have saved the parameters already."""
     for held in view.held:
         if held.gathered:
-            whole = full(held.param.detach(), held.partition)
+            whole = full(held.param.data, held.partition)
             values = to_numpy(whole)
             away = perturbed_values(held.name, values.reshape(-1), perturbed_run, 0).view(_carrier(values.itemsize))
             away = torch.from_numpy(away).view(whole.dtype).view(whole.shape)
-            set_full(held.param.detach(), away, held.partition)
+            set_full(held.param.data, away, held.partition)
             continue
-        here = held.of(held.param)
+        here = held.of(held.param.data)
         if here.numel():
             values = to_numpy(here)
             away = torch.from_numpy(

@@ -1,42 +1,60 @@
-"""The modules that a script trains together, each by an optimizer of its own or several by one, as one model: a generator and a
-discriminator, or the two generators of a cycle."""
+"""What a script trains together, each by an optimizer of its own or several by one, as one model: a generator and a
+discriminator, the two generators of a cycle, or tensors that no module has: a temperature, an image, a scene."""
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import ModuleType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from torch_backend.recorder._module_hooks import lacks_forward
+from torch_backend.recorder._module_tree import lacks_forward
 
 
 class ModelsTogether(nn.Module):
-    """Modules that are called one by one, by the names that they have in the script."""
+    """Modules that are called one by one, and tensors, by the names that they have in the script."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, members: Mapping[str, nn.Module | Tensor]) -> None:
         super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
+        for name, member in members.items():
+            if isinstance(member, nn.Module):
+                self.add_module(name, member)
+            else:
+                self._parameters[name] = member  # type: ignore[assignment]  # which is a leaf, and need be no nn.Parameter
 
 
-def models_together(part: nn.Module, wanted: Set[int], callers: Set[int] = frozenset()) -> nn.Module | None:
-    """One model of the modules that have the parameters of all optimizers and no other trained ones.
+def models_together(
+    part: nn.Module | None, wanted: Mapping[int, Tensor], callers: Set[int] = frozenset()
+) -> nn.Module | None:
+    """One model of the modules that have the parameters of all optimizers and no other trained ones, and of the tensors among
+    these that no module has. Of such tensors alone, the model has the module that is being called too.
 
     Args:
-        part: a module that is being called.
-        wanted: the ids of the parameters of all optimizers.
+        part: a module that is being called; None: backward begins, and no module has been called.
+        wanted: the parameters of all optimizers by their ids.
         callers: the ids of modules of which a method is being called.
 
-    Returns None if modules do not have all of these parameters, if `part` is in none of the modules, and if it is part of a
-    single one that has a forward of its own and does not call the part by a method.
+    Returns None if modules have some of these parameters and others that are trained by nobody, if `part` is in none of the
+    modules, and if it is part of a single one that has a forward of its own and does not call the part by a method.
     """
-    found = _outermost([each for each in made_modules() if _is_trained(each, wanted)])
-    have = {id(param) for each in found for param in each.parameters()}
-    if not have >= wanted or not any(one is part for each in found for one in each.modules()):
+    modules = list(made_modules())
+    found = _outermost([each for each in modules if _is_trained(each, wanted.keys())])
+    have = _ids_of(found)
+    loose = [tensor for i, tensor in wanted.items() if i not in have]
+    if loose and not _ids_of(modules).isdisjoint(map(id, loose)):
         return None
-    if len(found) == 1:
+    if part is not None and not found and next(part.parameters(), None) is not None:
+        found = [part]
+    if part is not None and not any(one is part for each in found for one in each.modules()):
+        return None
+    if len(found) == 1 and not loose and part is not None:
         return found[0] if lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part) else None
-    return ModelsTogether(_by_name(found))
+    return ModelsTogether(_by_name([*found, *loose]))
+
+
+def _ids_of(modules: Sequence[nn.Module]) -> set[int]:
+    return {id(param) for each in modules for param in each.parameters()}
 
 
 def made_modules() -> Iterator[nn.Module]:
@@ -58,21 +76,38 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [each for each in modules if id(each) not in inside]
 
 
-def _by_name(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules by the variables of the script that hold them, else by their classes; in the order of these names, since that
-    in which modules are found is not that in which they were made."""
+def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Tensor]:
+    """Modules and tensors by the variables of the script that hold them, or attributes of these. Otherwise by their classes, and
+    tensors by their number; in the order of these names, since that in which modules are found is not that in which they were
+    made."""
     variables: dict[int, str] = {}
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         for name, value in frame.f_locals.items():
-            held = vars(value) if name == "self" and hasattr(value, "__dict__") else {name: value}
-            for inner, module in held.items():
-                if isinstance(module, nn.Module) and inner.isidentifier():
-                    variables[id(module)] = inner  # of the outermost frame, which is the script's
-    found: dict[str, nn.Module] = {}
-    for module in modules:
-        name = variables.get(id(module), type(module).__name__)
+            for inner, held in _held_by(name, value):
+                if isinstance(held, nn.Module | Tensor):
+                    variables[id(held)] = inner  # of the outermost frame, which is the script's
+    found: dict[str, nn.Module | Tensor] = {}
+    for i, member in enumerate(members):
+        name = variables.get(id(member), type(member).__name__ if isinstance(member, nn.Module) else f"tensor_{i}")
         while name in found:
             name += "_"
-        found[name] = module
+        found[name] = member
     return dict(sorted(found.items()))
+
+
+def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A variable and what it holds, with names: itself, elements of a list or dict, or attributes of an object."""
+    if isinstance(value, nn.Module | Tensor):
+        inner: Mapping[Any, Any] = {} if name == "self" else {name: value}
+    elif isinstance(value, list | tuple):
+        inner = {f"{name}_{i}": each for i, each in enumerate(value)}
+    elif isinstance(value, dict):
+        inner = value
+    elif isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
+        inner = {}
+    else:
+        inner = vars(value)
+    for each, held in tuple(inner.items()):
+        if isinstance(each, str) and each.isidentifier():
+            yield each, held

@@ -23,7 +23,7 @@ from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import named_modules
+from torch_backend.recorder._module_tree import lacks_forward, named_modules
 from torch_backend.recorder._pipeline import infers_shapes
 
 
@@ -125,11 +125,6 @@ def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
     return next((i for i, each in enumerate(tensors) if each is mask), None)
 
 
-def lacks_forward(module: nn.Module) -> bool:
-    """Whether a module only holds others, which are called one by one. A compiled module has the forward of its instance."""
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
-
-
 def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
     """The model, or if it lacks a forward or is called in parts those of its parts that have one."""
     if not (in_parts or lacks_forward(model)):
@@ -181,6 +176,8 @@ class Watch:
         self._states: deque[Tensor] = deque(maxlen=_NUM_STATES)
         self._came: set[int] = set()
         self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
+        # Whether all inputs of a forward were computed from the model.
+        self._has_no_batch = False
         self.is_dense = False
         self.microbatches = 0
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
@@ -190,6 +187,11 @@ class Watch:
         for part in self._called:
             begins = self._model_begins if part is model else self._part_begins
             self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
+
+    @property
+    def has_no_batch(self) -> bool:
+        """Whether the step is computed from parameters alone, as far as modules that are called tell."""
+        return self._has_no_batch or not self._called
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -208,7 +210,7 @@ class Watch:
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
-        self._withheld, self._awaits_backward = None, False
+        self._withheld, self._awaits_backward, self._has_no_batch = None, False, False
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -357,6 +359,7 @@ class Watch:
             batch = [each for each in inputs if not self._is_carried(each)]
             if not batch and model is self._root:  # a part may be given what another one computed alone
                 batch = inputs
+            self._has_no_batch = self._has_no_batch or bool(inputs and not batch)
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -375,6 +378,11 @@ class Watch:
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""
+        if not self._called:  # tensors alone, which no module's forward reads
+            self._sink.begins([])
+            self.microbatches += 1
+            if self.is_dense:
+                self._enter(self._root)
         self._awaits_backward = False
         withheld, self._withheld = self._withheld, None
         for function, args in withheld or ():
@@ -403,8 +411,10 @@ class Watch:
                 self._sink.ends(output)
 
     def _is_carried(self, tensor: Tensor) -> bool:
-        """Whether the model returned this input earlier, so that it is the state of a recurrent model and no sample. The script
-        may have copied it, as `torch.cat` does."""
+        """Whether this input is no sample: it was computed from the model's parameters, or the model returned it earlier, as the
+        state of a recurrent one. The script may have copied it, as `torch.cat` does."""
+        if tensor.requires_grad and _depends_on(tensor, {id(param) for param in self._root.parameters()}):
+            return True
         if any(storage.cdata == _storage_of(tensor) for storage in self._given):
             return True
         return any(_is_same(state, tensor) for state in self._states)
@@ -443,6 +453,25 @@ def operator_of(value: Tensor) -> str:
             return "" if name.endswith("AccumulateGrad") else name[:100]
         node = following[0]
     return ""
+
+
+_MOST_NODES = 1000
+
+
+def _depends_on(value: Tensor, leaves: set[int]) -> bool:
+    """Whether a value is one of the leaves with these ids or was computed from one, by the last operations in its history."""
+    if id(value) in leaves:
+        return True
+    nodes, seen = [value.grad_fn], set[Any]()
+    while nodes and len(seen) < _MOST_NODES:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        nodes += [each for each, _ in node.next_functions]
+    return False
 
 
 def _cloned(value: Any) -> Any:

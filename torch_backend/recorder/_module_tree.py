@@ -157,3 +157,8 @@ def _by_policy(named: dict[str, nn.Module], policy: Any) -> set[str]:
         for name, module in named.items()
         if name and policy(module=module, recurse=False, nonwrapped_numel=sizes[name])
     }
+
+
+def lacks_forward(module: nn.Module) -> bool:
+    """Whether a module only holds others, which are called one by one. A compiled module has the forward of its instance."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)

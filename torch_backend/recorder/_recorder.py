@@ -555,7 +555,7 @@ class Recorder(Listener):
             params: the parameters that are about to be clipped or updated; None: all of the model.
             scale: the divisor of the gradients; None for 1.
         """
-        if not self._microbatches or not self._keepers[0].writer.records(self.current_step):
+        if not (self._microbatches or self._losses) or not self._keepers[0].writer.records(self.current_step):
             return
         only = None
         if self._has_grads:
@@ -602,7 +602,7 @@ class Recorder(Listener):
         if batch is not None:
             microbatches = [list(tensors_in(batch))]
             masks = [mask_in(batch, microbatches[0])]
-        if not any(microbatches):
+        if not any(microbatches) and not self._parts[0].watch.has_no_batch:
             where = "" if pipeline is None else "on the first stage "
             raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
         return _StepArguments(losses, microbatches, masks, None, sample_ids)

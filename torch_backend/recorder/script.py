@@ -2,9 +2,10 @@
 
 The model is the first module that is called outside of other modules with gradients enabled and has all parameters of an
 optimizer; the recording begins there. Where several modules have the parameters of the optimizers that exist by then, such as a
-generator and a discriminator, they are the model together. A step ends when every parameter that the optimizers have was updated,
-and its loss is the tensor on which backward was called; one that does not end is left out. A script that trains yet another
-model, or models one after another, is rejected; it can use a `Recorder` instead.
+generator and a discriminator, they are the model together, with what these optimizers have besides: tensors that no module has,
+such as the temperature of an agent. Where no module is called, the recording begins with the first backward. A step ends when every
+parameter that the optimizers have was updated, and its loss is the tensor on which backward was called; one that does not end is
+left out. A script that trains yet another model, or models one after another, is rejected; it can use a `Recorder` instead.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
 Inside of `context_parallel`, ranks have parts of the same sequences.
@@ -33,8 +34,8 @@ from crossframe.processes import module_command
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._models_together import made_modules, models_together
-from torch_backend.recorder._module_hooks import in_backward, lacks_forward
-from torch_backend.recorder._module_tree import reshard
+from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder, params_of
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
@@ -72,6 +73,7 @@ class ScriptRecorder:
         self._most_updated: Counter[int] = Counter()
         self._without_whole: set[tuple[int, int, frozenset[int]]] = set()
         self._alone: set[tuple[int, int, frozenset[int]]] = set()
+        self._called = weakref.WeakSet[nn.Module]()
         self._num_strange_steps = self._num_steps = 0
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
@@ -91,6 +93,8 @@ class ScriptRecorder:
                 stack.enter_context(sequences(self._parts_of_sequences))
             # Calls are looked at only until the model is found: after that they cost nothing.
             self._until_found.enter_context(replaced(nn.Module, "__call__", self._looking))
+            if not self._forward_only:
+                self._until_found.enter_context(replaced(torch.autograd, "backward", self._beginning_backward))
             yield
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -136,6 +140,7 @@ class ScriptRecorder:
             trains = torch.is_grad_enabled() and not in_backward()
             if self._recorder is None and not self._depth and (trains or self._forward_only):
                 self._consider(module)
+                self._called.add(module)
             self._depth += 1
             try:
                 return own(module, *args, **kwargs)
@@ -143,6 +148,16 @@ class ScriptRecorder:
                 self._depth -= 1
 
         return call
+
+    def _beginning_backward(self, own: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None and not in_backward():
+                self._consider()
+                if self._recorder is not None:  # which listens for backward by now
+                    return torch.autograd.backward(*args, **kwargs)
+            return own(*args, **kwargs)
+
+        return backward
 
     def _schedule(self, schedule: Any) -> None:
         """A schedule is about to run a step: start recording its stages."""
@@ -173,7 +188,7 @@ class ScriptRecorder:
             modules = (whole,)
             own, mine = self._own(modules)
             options["in_parts"] = True
-        if len(modules) == 1 and (together := self._together(modules[0], mine)) is not None:
+        if len(modules) < 2 and (together := self._together(next(iter(modules), None), mine)) is not None:
             modules = (together,)
             own, mine = self._own(modules)
             options["in_parts"] = True
@@ -182,6 +197,7 @@ class ScriptRecorder:
         self._params, self._optimizers = own, mine
         if self._sequences is not None:
             options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
+        self._until_found.close()
         self._recorder = Recorder(
             self._directory,
             model=modules[0] if len(modules) == 1 else modules,
@@ -189,7 +205,6 @@ class ScriptRecorder:
             **self._options,
             **options,
         ).__enter__()
-        self._until_found.close()
 
     def _own(self, modules: Sequence[nn.Module]) -> tuple[set[int], list[Optimizer]]:
         """The ids of the parameters of modules, and the optimizers that have no others."""
@@ -200,14 +215,19 @@ class ScriptRecorder:
         """The optimizers that the script has made and still has."""
         return [optimizer for ref in self._made if (optimizer := ref()) is not None]
 
-    def _together(self, part: nn.Module, mine: Sequence[Optimizer]) -> nn.Module | None:
-        """A model of all modules that optimizers train, if these are several; `mine` are those of `part`."""
+    def _together(self, part: nn.Module | None, mine: Sequence[Optimizer]) -> nn.Module | None:
+        """A model of all modules and tensors that optimizers train, if these are several; `mine` are those of `part`. If there is
+        none, backward begins: what was called before is no part of the model then."""
         others = [held for held in self._held() if all(held is not own for own in mine)]
         callers = _modules_in_calls()
         if self._forward_only or not others or (known := (id(part), len(others), callers)) in self._alone:
             return None
         self._alone.add(known)
-        return models_together(part, set().union(*map(_params_of, (*mine, *others))), callers)
+        wanted = {id(param): param for held in (*mine, *others) for param in params_of(held)}
+        found = models_together(part, wanted, callers)
+        if part is None and found is not None and not self._called.isdisjoint(found.modules()):
+            return None
+        return found
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
         """A module whose parts the script calls one by one, if this is one of them; None if there is none.

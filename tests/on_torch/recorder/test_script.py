@@ -469,6 +469,100 @@ def test_models_that_share_an_optimizer_and_a_frozen_one_are_recorded_as_one(run
     }
 
 
+# An agent whose temperature is a tensor; an image that a frozen network looks at, with two calls of a closure in a step; tensors
+# that nothing but arithmetic uses.
+WITH_TENSORS = {
+    "agent": """
+class Agent:
+    def __init__(self):
+        self.actor, self.critic = nn.Linear(4, 2).double(), nn.Linear(6, 1).double()
+        self.log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        self.optimizers = [
+            torch.optim.SGD(each, 0.1)
+            for each in (self.actor.parameters(), self.critic.parameters(), [self.log_alpha])
+        ]
+
+    def train(self, x):
+        act = self.actor(x)
+        size = act.square().sum(1)
+        for i, loss in enumerate((
+            lambda: self.log_alpha.exp().detach() * size.mean() - self.critic(torch.cat([x, act], 1)).mean(),
+            lambda: (self.critic(torch.cat([x, self.actor(x).detach()], 1)) - 1).square().mean(),
+            lambda: -(self.log_alpha * (size.detach() - (1.5 if "--fault" in sys.argv else 1))).mean(),
+        )):
+            self.optimizers[i].zero_grad()
+            loss().backward()
+            self.optimizers[i].step()
+
+agent = Agent()
+for _ in range(3):
+    agent.train(torch.randn(5, 4).double())
+""",
+    "image": """
+network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double().requires_grad_(False)
+aim = network(torch.rand(1, 3, 8, 8).double())
+image = torch.rand(1, 3, 8, 8).double().requires_grad_()
+optimizer = torch.optim.LBFGS([image], max_iter=2)
+def loss():
+    optimizer.zero_grad()
+    value = (network((image - 0.5) / (0.3 if "--fault" in sys.argv else 0.25)) - aim).square().mean()
+    value.backward()
+    return value
+for _ in range(3):
+    optimizer.step(loss)
+""",
+    "tensors": """
+x = torch.randn(20, 3).double()
+w, more = torch.zeros(3).double().requires_grad_(), {"offset": torch.ones(()).double().requires_grad_()}
+optimizer = torch.optim.Adam([w, *more.values()], 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    (x @ w + more["offset"] ** (3 if "--fault" in sys.argv else 2) - 2).square().mean().backward()
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "names", "batch", "place"),
+    [
+        (
+            "agent",
+            {"actor.weight", "actor.bias", "critic.weight", "critic.bias", "log_alpha"},
+            5,
+            ("backward", "log_alpha"),
+        ),
+        (
+            "image",
+            {"image", *(f"network.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias"))},
+            0,
+            ("input", "network.0"),
+        ),
+        ("tensors", {"w", "offset"}, 0, ("backward", "offset")),
+    ],
+)
+def test_tensors_that_no_module_has_are_recorded_with_the_model(run, tmp_path, script, names, batch, place):
+    found = {}
+    runs = [("out", number, ()) for number in range(3)] + [("again", 0, ()), ("fault", 0, ("--fault",))]
+    for name, number, arguments in runs:
+        directory = str(tmp_path / name)
+        assert run(WITH_TENSORS[script], *arguments, directory=directory, every=1, perturbed_run=number) == 0
+        found[name] = Recording.open(tmp_path / name)
+    out = found["out"]
+    assert out.num_steps == 3 and out.manifest.params.keys() == names
+    # Samples, without those that were computed from parameters, which differ by rounding.
+    perturbed = out.perturbed_runs()[0]
+    assert [len(set(out.batch(step, 0).sample_ids)) for step in range(3)] == [batch] * 3
+    assert all(out.batch(step, 0).has_samples_of(perturbed.batch(step, 0)) for step in range(3))
+    for name in names - {each for each in names if each.startswith("network")}:
+        assert not np.array_equal(*(each.full("update", 2, name) for each in (out, perturbed)))
+    assert compare(out, found["again"]).verdict is Verdict.EQUAL
+    fault = compare(out, found["fault"])
+    assert fault.verdict is Verdict.BUG and fault.first_divergence is not None
+    assert (fault.first_divergence.step, fault.first_divergence.event) == (0, place[0])
+    assert fault.first_divergence.parameter == place[1] or fault.first_divergence.module == place[1]
+
+
 SPARSE = """
 model = nn.Sequential(nn.Embedding(11, 4, sparse="--sparse" in sys.argv), nn.Flatten(), nn.Linear(24, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
