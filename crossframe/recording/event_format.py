@@ -5,7 +5,8 @@ A line is one JSON object. Its "event" is one of these:
 - "begin": the first line. `manifest` is the sha256 of the manifest.
 - "batch": the batch of the rank: `digest` (sha256, hex), `sample_ids`, and optionally `inputs`, two numbers for each array
   (`crossframe.recording.batches.inputs_of`).
-- "loss": `value`, the loss of this rank.
+- "loss": `value`, the loss of this rank. `backwards`, which is optional, are the losses of which this is the sum where optimizers
+  take turns in the step: [number of forwards before it, loss] for each backward.
 - "activation": the input or output (`use`) of a module in forward, of `shape`, which is stored in the step's safetensors file
   under `activation_key`. `name` is the module. `order` is the known order of dims (`crossframe.recording.dims`); if it is unknown
   and the activation is sketched, "channels_first" is the sketch with channels first. `operator`, which is optional, is the
@@ -26,11 +27,13 @@ A line is one JSON object. Its "event" is one of these:
 - "end": the end of the run after `steps` steps. `sha256` is that of all bytes of this file before this line, and `content` that
   of all bytes but the first line: equal contents mean that all recorded values are equal bit for bit.
 
-All lines but "begin", "step" and "end" have the keys step, microbatch, rank, phase, unit, name (canonical name of a parameter or
-module, or "") and use. "sketch", of a tensor or an activation, is the row of its sketch (`crossframe.recording.sketch`) in the
-array `SKETCHES_KEY` of the step's file. "sample", of a parameter before the first step, is the range of its sample
-(`crossframe.recording.sample`) in the array `SAMPLES_KEY`. A tensor or an activation with `at` has the same bytes as another
-tensor and is not stored again: its elements are those under that key, in the file of the previous step if `before` is true.
+All lines but "begin", "step" and "end" have the keys step, microbatch, rank, phase, unit, name (canonical name of a parameter
+or module, or "") and use. Where optimizers take turns, the microbatch of a gradient, a state or an updated parameter is the
+number of forwards before its optimizer stepped. "sketch", of a tensor or an activation, is the row of its sketch
+(`crossframe.recording.sketch`) in the array `SKETCHES_KEY` of the step's file. "sample", of a parameter before the first step,
+is the range of its sample (`crossframe.recording.sample`) in the array `SAMPLES_KEY`. A tensor or an activation with `at` has
+the same bytes as another tensor and is not stored again: its elements are those under that key, in the file of the previous
+step if `before` is true.
 
 Up to format 4, "sketch" and "channels_first" are objects (`fingerprint`, `squares`, `num_not_finite`), and the sums are stored
 under `activation_key`, `channels_first_key` or `tensor_key`; "count" has its own `value`, and every step has all its lines.
@@ -148,7 +151,7 @@ def before_step(step: int) -> tuple[str, int]:
 def place(
     step: int, rank: int, phase: str, use: str, *, unit: str = "", name: str = "", microbatch: int = 0
 ) -> dict[str, Any]:
-    """The fields that identify the subject of a line. All but activations belong to a whole step and have microbatch 0."""
+    """The fields that identify the subject of a line. What belongs to a whole step has microbatch 0."""
     return {
         "step": step,
         "microbatch": microbatch,
@@ -247,6 +250,8 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         )
     if event == "step":
         _check_step(fields, where)
+    if event == "loss" and "backwards" in fields:
+        _check_backwards(fields, where)
     if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
         raise RecordingError(
             f"{where}: expected a sha256 as digest, got {quote(fields['digest'])}; record the run again"
@@ -272,6 +277,19 @@ def _check_step(fields: dict[str, Any], where: str) -> None:
         fields[name] = converted[0] if one else converted
     if type(fields.get("as", 0)) is not int:
         raise RecordingError(f"{where}: expected the number of a step as 'as', got {quote(fields['as'])}; record again")
+
+
+def _check_backwards(fields: dict[str, Any], where: str) -> None:
+    """Check the losses of the backwards of a step."""
+    stated = fields["backwards"]
+    if type(stated) is not list or not all(
+        type(each) is list and len(each) == 2 and type(each[0]) is int and each[0] >= 0 and type(each[1]) in _NUMBER
+        for each in stated
+    ):
+        raise RecordingError(
+            f"{where}: expected a number of forwards and a loss for each backward, got {quote(stated)}; record the run again"
+        )
+    fields["backwards"] = [(forwards, _to_float(loss, where)) for forwards, loss in stated]
 
 
 def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None:

@@ -133,6 +133,7 @@ class RankIndex:
 
     Attributes:
         lines: the structure of each step.
+        backwards: (number of forwards before it, loss) of each backward, by step, where optimizers take turns.
         norms: the gradient norm, by step.
         counts: the counts of optimizer steps, by step: one number if it is the same for all parameters, otherwise one for each
             of `StepLines.counted`.
@@ -145,6 +146,7 @@ class RankIndex:
     ended: bool = False
     lines: list[StepLines] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
+    backwards: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     counts: dict[int, float | tuple[float, ...]] = field(default_factory=dict)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -303,6 +305,8 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
     match fields["event"]:
         case "loss":
             index.losses[step] = fields["value"]
+            if backwards := fields.get("backwards"):
+                index.backwards[step] = tuple(backwards)
         case "batch":
             ids = fields["sample_ids"]
             if not all(type(i) is int for i in ids):

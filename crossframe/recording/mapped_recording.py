@@ -182,6 +182,9 @@ class MappedRecording(Recording):
             raise _sketched(self.source, name)
         return sketches_of([self.elements(step, part)], part.start)[0]
 
+    def turn(self, step: int, name: str) -> int:
+        return max(self.source.turn(step, path) for path in self._paths(name))
+
     def state_slots(self, step: int, name: str) -> tuple[str, ...]:
         return tuple(sorted({slot for path in self._paths(name) for slot in self.source.state_slots(step, path)}))
 

@@ -188,6 +188,16 @@ class Recording:
         rows = [[index.losses[step] for index in self._indexes] for step in range(self.num_steps)]
         return np.array(rows, np.float64).reshape(self.num_steps, self.manifest.world_size)
 
+    def backwards(self, step: int, rank: int) -> tuple[tuple[int, float], ...]:
+        """(Number of forwards before it, loss) of each backward of a step in which optimizers take turns; else ()."""
+        self._check(step, rank)
+        return self._indexes[rank].backwards.get(step, ())
+
+    def turn(self, step: int, name: str) -> int:
+        """The number of forwards of a step before the optimizer of a parameter stepped; 0 unless optimizers take turns."""
+        key = (event_format.UPDATE, name, "")
+        return max(index.lines[step].tensors.get(key, {}).get("microbatch", 0) for index in self._indexes)
+
     def steps_done(self) -> int:
         """The number of steps that all ranks have on disk now. Each call reads only what was written since the previous one."""
         return self._progress.steps_done()

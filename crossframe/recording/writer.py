@@ -79,6 +79,7 @@ class RecordingWriter:
         self._sketches: list[np.ndarray] = []
         self._samples: list[np.ndarray] = []
         self._num_sampled = 0
+        self._turns: dict[str, int] = {}
         self._counts: list[float] = []
         # Keys in the file of this step and of the previous step, by the digest of the bytes.
         self._stored: dict[tuple[str, bytes], str] = {}
@@ -125,9 +126,15 @@ class RecordingWriter:
             "batch", event_format.place(step, self.rank, event_format.BATCH, "batch") | fields, once=event_format.BATCH
         )
 
-    def loss(self, step: int, value: float) -> None:
-        """Record this rank's loss, before any average over ranks."""
-        fields = {"value": float(value)}
+    def loss(self, step: int, value: float, backwards: Sequence[tuple[int, float]] = ()) -> None:
+        """Record this rank's loss, before any average over ranks.
+
+        Args:
+            backwards: where optimizers take turns in the step, (number of forwards before it, loss) of each backward.
+        """
+        fields: dict[str, Any] = {"value": float(value)}
+        if backwards:
+            fields["backwards"] = [[int(forwards), float(loss)] for forwards, loss in backwards]
         self._add(
             "loss",
             event_format.place(step, self.rank, event_format.FORWARD, "loss") | fields,
@@ -202,6 +209,11 @@ class RecordingWriter:
         self._keep("activation", fields, key, value, 0, math.prod(sizes))
         if moved is not None:
             fields["channels_first"] = self._keep_sketch(moved)
+
+    def turns(self, forwards: Mapping[str, int]) -> None:
+        """State, before the tensors of a step in which optimizers take turns, how many forwards were before the optimizer of each
+        parameter stepped."""
+        self._turns = dict(forwards)
 
     def parameters(self, step: int, unit: str, pieces: Pieces) -> None:
         """Record this rank's pieces of the unit's parameters before the step. Required before step 0 only. A `Sketch` needs a
@@ -305,7 +317,7 @@ class RecordingWriter:
 
     def _forget_step(self) -> None:
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
-        self._samples, self._num_sampled, self._stored = [], 0, {}
+        self._samples, self._num_sampled, self._stored, self._turns = [], 0, {}, {}
 
     def _same_structure(self, step: int) -> int | None:
         """An earlier step of the same structure as this step; None if there is none."""
@@ -447,9 +459,8 @@ class RecordingWriter:
                 raise RecordingError(f"{where}: expected {spec.dtype} (shards stay so, R33), got {dtype}")
             if start == stop:
                 continue
-            at = event_format.place(
-                step, self.rank, phase, slot or event_format.TENSOR_USES[phase], unit=unit, name=name
-            )
+            use, microbatch = slot or event_format.TENSOR_USES[phase], self._turns.get(name, 0)
+            at = event_format.place(step, self.rank, phase, use, unit=unit, name=name, microbatch=microbatch)
             fields = at | {"start": int(start), "stop": int(stop)}
             self._keep("tensor", fields, event_format.tensor_key(phase, name, slot), value, int(start), spec.numel)
 

@@ -78,7 +78,7 @@ def other_dtype(q: Quantity, names: Sequence[str]) -> str:
 
 
 def _what(q: Quantity, where: Divergence) -> str:
-    noun = f"the {NOUNS[q.phase]}"
+    noun = f"the {NOUNS[q.phase]}{f' of backward {q.microbatch}' if q.event == 'loss' and q.microbatch else ''}"
     rank = f", {who(where.rank, where.ranks)}" if where.rank is not None else ""
     elements = f", elements {where.start}:{where.stop}" if where.start is not None else ""
     if q.kind == ACTIVATION:

@@ -163,6 +163,8 @@ class Watch:
         # By id the parameters, as forward read them, whose gradients are listened for; and what of the step was told.
         self._hooked: dict[int, Tensor] = {}
         self._reported: set[str] = set()
+        # Ids of the parameters whose optimizers have stepped.
+        self._updated: set[int] = set()
         # Names of parameters whose gradients on this rank are also those of other ranks' batches.
         self._of_other_batches: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
@@ -211,6 +213,7 @@ class Watch:
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
         self._withheld, self._awaits_backward, self._has_no_batch = None, False, False
+        self._updated = set()
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -223,6 +226,14 @@ class Watch:
     def events(self) -> list[Event]:
         """The collectives of the step so far."""
         return self._engine.events
+
+    def updates(self, params: Sequence[Tensor]) -> None:
+        """An optimizer is about to step: what comes after that is no gradient of this step, but of the turn of another one."""
+        self._updated.update(map(id, params))
+
+    @property
+    def _is_unsharded(self) -> bool:
+        return self._view is not None and self._view.mesh.shard == 1
 
     def local_grads(self) -> dict[str, dict[str, Tensor]]:
         """By unit and parameter what this rank's batch gave, all microbatches added up. Where a unit has any, those of its
@@ -323,10 +334,14 @@ class Watch:
                 self._of_other_batches.add(name)
             elif value.requires_grad and id(value) not in self._hooked:
                 self._hooked[id(value)] = value
-                self._handles.append(value.register_hook(self._adder(name)))
+                self._handles.append(value.register_hook(self._adder(name, value)))
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
+    def _adder(self, name: str, value: Tensor) -> Callable[[Tensor], None]:
         def add(grad: Tensor) -> None:
+            if id(value) in self._updated:
+                return
+            if self._is_unsharded and value.grad is None:  # set so since, as before the turn of another optimizer
+                self._grads.pop(name, None)
             with quietly():
                 _add(self._grads, name, grad)
 

@@ -45,7 +45,8 @@ _MOST_WAITING = 32
 
 @dataclass
 class _StepArguments:
-    """The values of a step's lines, possibly still on a device. One list of tensors per microbatch."""
+    """The values of a step's lines, possibly still on a device: one list of tensors per microbatch; where optimizers take turns,
+    the number of forwards before each backward, and its loss."""
 
     loss: list[Tensor | float]
     microbatches: list[list[Tensor]]
@@ -53,6 +54,7 @@ class _StepArguments:
     digest: str | None = None
     sample_ids: Sequence[int] | None = None
     rates: Sequence[Tensor | float] = ()
+    backwards: Sequence[tuple[int, Tensor | float]] = ()
 
 
 class _Part(Sink):
@@ -246,6 +248,9 @@ class Recorder(Listener):
     def _forget(self) -> None:
         """Reset the values of the step."""
         self._losses: list[Tensor | float] = []
+        # How many forwards were before each backward, and before the last step of each parameter's optimizer, by its id.
+        self._before_backward: list[int] = []
+        self._before_update: dict[int, int] = {}
         self._microbatches: list[list[Tensor]] = []
         self._masks: list[int | None] = []
         self._norm: Tensor | float | None = None
@@ -325,11 +330,18 @@ class Recorder(Listener):
         with quietly():
             writer, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
             arguments.rates = self._step_rates()
+            takes_turns = (
+                len(set(self._before_update.values())) > 1 and self._pipeline is None and self._context is None
+            )
+            if takes_turns:
+                arguments.backwards = list(zip(self._before_backward, self._losses, strict=True))
             records = writer.records(self.current_step)
             if records and self._forward_only:
                 writer.collectives(self.current_step, self._parts[0].watch.events())
             elif records:
                 self._keep_grads([])
+                if takes_turns:
+                    self._keepers[0].turns(self._before_update)
                 for keeper in self._keepers:
                     keeper.reduced_grads(self.current_step)
                 norm = self._norm if grad_norm is None else grad_norm
@@ -417,6 +429,7 @@ class Recorder(Listener):
             for part in self._parts:
                 part.watch.backward_begins()
             self._losses.append(loss.clone())
+            self._before_backward.append(self._parts[0].watch.microbatches)
             if self._has_grads:
                 self._outdated.update(*(keeper.params for keeper in self._keepers))
             if self._trace is not None:
@@ -442,6 +455,10 @@ class Recorder(Listener):
                 if not self._are_given and optimizer not in self._optimizers:
                     self._optimizers.append(optimizer)
                 self._stepped.append(optimizer)
+                for part in self._parts:
+                    part.watch.updates(params_of(optimizer))
+                forwards = self._parts[0].watch.microbatches
+                self._before_update.update((id(param), forwards) for param in params_of(optimizer))
                 rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
                 self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
@@ -633,7 +650,7 @@ class Recorder(Listener):
             if ids is None:
                 ids = [i for some, mask in zip_longest(arrays, arguments.masks) for i in row_ids(some, mask)]
             writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays, arguments.masks))
-            writer.loss(step, loss)
+            writer.loss(step, loss, [(forwards, float(each)) for forwards, each in arguments.backwards])
             writer.end_step(step, [float(rate) for rate in arguments.rates])
         self._num_written += len(self._waiting)
         self._waiting = []

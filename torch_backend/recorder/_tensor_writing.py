@@ -81,6 +81,11 @@ class Keeper:
                 self._grads.setdefault(unit, {}).update(pieces)
         return found
 
+    def turns(self, forwards: Mapping[int, int]) -> None:
+        """State how many forwards were before each parameter's optimizer stepped, by the id of the parameter."""
+        held = (each for each in self._view.held if id(each.param) in forwards)
+        self.writer.turns({each.name: forwards[id(each.param)] for each in held})
+
     def reduced_grads(self, step: int) -> None:
         """Record the gradients that were kept."""
         grads, self._grads = self._grads, {}

@@ -4,8 +4,9 @@ The model is the first module that is called outside of other modules with gradi
 optimizer; the recording begins there. Where several modules have the parameters of the optimizers that exist by then, such as a
 generator and a discriminator, they are the model together, with what these optimizers have besides: tensors that no module has,
 such as the temperature of an agent. Where no module is called, the recording begins with the first backward. A step ends when
-every parameter that the optimizers have was updated, and its loss is the tensor on which backward was called; one that does not
-end is left out. A script that trains yet another model, or models one after another, is rejected; it can use a `Recorder` instead.
+every parameter that the optimizers have was updated, and its loss is the sum of the tensors on which backward was called; one
+that does not end is left out. A script that trains yet another model, or models one after another, is rejected; it can use a
+`Recorder`.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
 Inside of `context_parallel`, ranks have parts of the same sequences.

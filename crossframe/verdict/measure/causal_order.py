@@ -1,13 +1,15 @@
 """Yields all quantities of a pair in causal order.
 
 Initial parameters; then for each step the gathered parameters, the inputs and outputs of modules, losses, local gradients,
-reduced gradients, their norm, optimizer state and updated parameters. Gradients come in reverse order of the units, as in
+reduced gradients, their norm, optimizer state and updated parameters; where optimizers take turns within a step, all of this for
+each turn. Gradients come in reverse order of the units, as in
 backward. Local quantities are compared at equal world sizes; at different world sizes only activations are, sample by sample. All
 causes of the first quantity outside its bound are within their bounds, so the bug is there.
 """
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -40,7 +42,7 @@ from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 from crossframe.verdict.measure.routed_rows import MOST_ROWS, RoutedRows
 from crossframe.verdict.measure.squares import holds_squares
 from crossframe.verdict.measure.values import (
@@ -70,24 +72,60 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
     if PARAMETERS in phases:
         yield from _parameters(pair)
     for step in range(pair.num_steps) if steps is None else steps:
-        recorded = step in pair.steps
-        if recorded and UNSHARDED in phases:
-            yield from _unsharded(pair, step)
-        if FORWARD in phases:
-            whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
-            losses = _losses(pair, step)
-            yield from _of_one_kind(pair, (_activations if whole else _aligned_activations)(pair, step), losses)
-            yield losses
-        if recorded and BACKWARD in phases and pair.same_world:
-            yield from _local_grads(pair, step)
-        if recorded and REDUCE in phases:
-            yield from _reduced_grads(pair, step)
-        if NORM in phases:
-            yield from _norms(pair, step)
-        if recorded and STATE in phases:
-            yield from _state(pair, step)
-        if recorded and UPDATE in phases:
-            yield from _updates(pair, step)
+        if turns := _turns(pair, step):
+            yield from sorted(_of_step(pair, step, phases), key=lambda group: _turn_of(pair, turns, group[0]))
+        else:
+            yield from _of_step(pair, step, phases)
+
+
+def _of_step(pair: Pair, step: int, phases: Sequence[str]) -> Iterator[Group]:
+    """The groups of a step in which optimizers step at the end."""
+    recorded = step in pair.steps
+    if recorded and UNSHARDED in phases:
+        yield from _unsharded(pair, step)
+    if FORWARD in phases:
+        whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
+        losses = _losses(pair, step)
+        yield from _of_one_kind(pair, (_activations if whole else _aligned_activations)(pair, step), losses)
+        yield from _losses_of_backwards(pair, step)
+        yield losses
+    if recorded and BACKWARD in phases and pair.same_world:
+        yield from _local_grads(pair, step)
+    if recorded and REDUCE in phases:
+        yield from _reduced_grads(pair, step)
+    if NORM in phases:
+        yield from _norms(pair, step)
+    if recorded and STATE in phases:
+        yield from _state(pair, step)
+    if recorded and UPDATE in phases:
+        yield from _updates(pair, step)
+
+
+def _turns(pair: Pair, step: int) -> list[int]:
+    """The numbers of forwards after which optimizers step that take turns within a step; [] if the recordings differ in them."""
+    if not _alike_backwards(pair, step) or step not in pair.steps:
+        return []
+    turns = [[recording.turn(step, name) for name in pair.names()] for recording in (pair.a, pair.b)]
+    return sorted({*turns[0]} - {0}) if turns[0] == turns[1] else []
+
+
+def _turn_of(pair: Pair, turns: list[int], quantity: Quantity) -> int:
+    """The index of the turn that a quantity of a step belongs to: what an optimizer has updated is a cause of later forwards."""
+    if quantity.phase == UNSHARDED:
+        return 0
+    if quantity.parameter:
+        after = pair.a.turn(quantity.step, quantity.parameter)
+    elif quantity.kind == ACTIVATION:
+        after = quantity.microbatch + 1
+    else:
+        after = quantity.microbatch and pair.a.backwards(quantity.step, 0)[quantity.microbatch - 1][0]
+    return bisect_left(turns, after) if after else len(turns)
+
+
+def _alike_backwards(pair: Pair, step: int) -> bool:
+    """Whether optimizers take turns in a step of both recordings, with as many forwards before each backward."""
+    forwards = [[each for each, _ in recording.backwards(step, 0)] for recording in (pair.a, pair.b)]
+    return pair.same_world and forwards[0] == forwards[1] != []
 
 
 def quantity_of(pair: Pair, phase: str, step: int, name: str, use: str = "") -> Quantity | None:
@@ -367,6 +405,25 @@ def _losses(pair: Pair, step: int) -> Group:
             made = made.times(*scaled.undone)
         group.append(made.with_scale(abs(float(made.a[0]))))
     return group
+
+
+def _losses_of_backwards(pair: Pair, step: int) -> Iterator[Group]:
+    """The loss of each backward where optimizers take turns, on the scale of all: a single one may be a small difference."""
+    if not _alike_backwards(pair, step):
+        return
+    scaled = scaled_on_one_side(pair, step)
+    ranks = range(pair.a.manifest.world_size)
+    of_ranks = [[recording.backwards(step, rank) for recording in (pair.a, pair.b)] for rank in ranks]
+    for i in range(len(of_ranks[0][0])):
+        group = []
+        for rank, (a, b) in zip(ranks, of_ranks, strict=True):
+            sides = _numbers(a[i][1], b[i][1])
+            made = _quantity(pair, step, FORWARD, "loss", "", sides, bound=pair.bounds.loss, rank=rank)
+            made = replace(made, microbatch=i + 1)
+            if scaled and scaled.in_loss:
+                made = made.times(*scaled.undone)
+            group.append(made.with_scale(sum(abs(loss) for _, loss in a)))
+        yield group
 
 
 def _local_grads(pair: Pair, step: int) -> Iterator[Group]:

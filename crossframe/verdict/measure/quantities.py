@@ -30,6 +30,7 @@ class Quantity:
         a, b: the elements in their shape, or the sums of the sketches.
         scale: the divisor of norm(a - b).
         bound: the bound on norm(a - b) / scale. None requires bitwise equality; inf only requires that both are finite.
+        microbatch: that of an activation; of the losses of several backwards of a step, the number of the backward, from 1.
         late: whether it is an update after a step that was not recorded.
         module, use: for an activation, its module, and "input" or "output"; for optimizer state, `use` is the name of the entry.
         sketches: of both sides, if not both have elements.

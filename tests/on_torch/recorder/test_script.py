@@ -563,6 +563,53 @@ def test_tensors_that_no_module_has_are_recorded_with_the_model(run, tmp_path, s
     assert fault.first_divergence.parameter == place[1] or fault.first_divergence.module == place[1]
 
 
+# The critic first, or the generator, whose backward leaves gradients in the critic. Edits of the critic's turn.
+TURNS = """
+generator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+critic = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+optimizers = [torch.optim.Adam(each.parameters(), 1e-2) for each in (critic, generator)]
+if "gradient" in sys.argv:
+    critic[0].weight.register_hook(lambda grad: grad * 1.01)
+if "state" in sys.argv:
+    optimizers[0].param_groups[0]["betas"] = 0.8, 0.999
+def judge(noise, real):
+    return critic(generator(noise).detach()).mean() * (1.01 if "loss" in sys.argv else 1) - critic(real).mean()
+def generate(noise, real):
+    return -critic(generator(noise)).mean()
+turns = list(zip(optimizers, (judge, generate)))
+for i in range(3):
+    noise, real = torch.randn(5, 2).double(), torch.randn(5, 3).double()
+    for optimizer, loss_of in turns[::-1] if "generator" in sys.argv else turns:
+        optimizer.zero_grad()
+        loss_of(noise, real).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("first", ["critic", "generator"])
+@pytest.mark.parametrize(
+    ("fault", "phase", "names"),
+    [
+        ("loss", "forward", {None}),
+        ("gradient", "backward", {"critic.0.weight"}),
+        ("state", "state", {f"critic.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}),
+    ],
+)
+def test_a_fault_in_the_turn_of_one_optimizer_is_not_found_in_that_of_another(
+    run, tmp_path, first, fault, phase, names
+):
+    found = {}
+    for name in ("right", fault):
+        assert run(TURNS, first, name, directory=str(tmp_path / name), every=1, dense=2) == 0
+        found[name] = Recording.open(tmp_path / name)
+    result = compare(found["right"], found[fault])
+    assert result.verdict is Verdict.BUG and result.first_divergence is not None
+    where = result.first_divergence
+    assert (where.step, where.phase) == (0, phase) and where.parameter in names
+    if fault == "loss":
+        assert f"the loss of backward {1 if first == 'critic' else 2} of rank 0" in result.reason
+
+
 SPARSE = """
 model = nn.Sequential(nn.Embedding(11, 4, sparse="--sparse" in sys.argv), nn.Flatten(), nn.Linear(24, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
