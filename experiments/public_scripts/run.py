@@ -24,7 +24,13 @@ from experiments.environments import CODE, install_packages, run
 from experiments.untouched.run import place_of, said_in
 
 HERE = Path(__file__).parent
-SETS = {"first": "cases.toml", "second": "second.toml", "third": "third.toml", "fourth": "fourth.toml"}
+SETS = {
+    "first": "cases.toml",
+    "second": "second.toml",
+    "third": "third.toml",
+    "fourth": "fourth.toml",
+    "fifth": "fifth.toml",
+}
 _MOST = 1_000_000
 """Characters of the output of a script."""
 _LOSS = re.compile(r"\bloss[\s=:]+(-?[\d.]+(?:e[-+]?\d+)?)", re.IGNORECASE)
