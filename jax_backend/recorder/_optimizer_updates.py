@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -100,12 +101,19 @@ def _add_application(collector: Collector, application: Tap) -> None:
 
 
 def _floating(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
+    """The floating leaves by their paths. Warns of complex ones, which are parameters too."""
+    leaves = {
         path_name(path): leaf
-        for path, leaf in leaves
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
+    found = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    if some := [path for path in leaves if path not in found]:
+        warnings.warn(
+            f"not recorded, since they are complex: {', '.join(some)}; keep real and imaginary parts as parameters of their own",
+            stacklevel=2,
+        )
+    return found
 
 
 def _of_step(what: str) -> Collector | None:

@@ -32,6 +32,20 @@ def name_or_none(dtype: torch.dtype | None) -> str | None:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers in a last dim of 2, an alias; others as they are.
+
+    >>> as_real(torch.tensor([1 + 2j]))
+    tensor([[1., 2.]])
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
+
+
+def real_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of `as_real(tensor)`."""
+    return (*tensor.shape, 2) if tensor.dtype.is_complex else tuple(tensor.shape)
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor as an array of the same dtype, bfloat16 too; on the CPU without a copy where it is contiguous.
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from crossframe.layout import layouts_by_rows
 from crossframe.params import ParamSpec
+from torch_backend.compat._dtypes import real_shape
 from torch_backend.ranks._collectives import Communicator, axis_name, default_process_group
 from torch_backend.recorder._context import Context
 from torch_backend.recorder._engine import Bucket, Engine, strategy_of
@@ -127,7 +128,7 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
             if spec.name in engine.left_out:
                 continue
             part = partitions.get(spec.name)
-            shape = tuple(param.shape) if isinstance(param, DTensor) else spec.shape
+            shape = real_shape(param) if isinstance(param, DTensor) else spec.shape
             if part is not None:
                 shape = part.full_shape() if isinstance(part, Pieces) else part.full_shape(param.shape)
             members.append((replace(spec, shape=shape), param, places))

@@ -18,6 +18,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
+from torch_backend.compat._dtypes import as_real
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
@@ -56,7 +57,7 @@ class Held:
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
         if self.gathered:
-            return full(tensor.detach(), self.partition).reshape(-1)[self.start : self.stop]
+            return as_real(full(tensor.detach(), self.partition)).reshape(-1)[self.start : self.stop]
         local = local_of(tensor.detach()).reshape(-1)
         return local if self.part is None else local[self.part[0] : self.part[1]]
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from crossframe.dtypes import FLOATING
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.trace import Event
-from torch_backend.compat._dtypes import dtype_name
+from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
@@ -297,11 +297,13 @@ class Watch:
 
     def _report_activation(self, name: str, use: str, value: Any) -> None:
         at = (self.microbatches, name, use)
-        found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype) in FLOATING), None)
+        found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype.to_real()) in FLOATING), None)
         # Of a module that is called several times in a forward the first call is recorded.
         if found is not None and self._is_recorded(found) and at not in self._seen:
             self._seen.add(at)
-            self._report(self._sink.activation, self.microbatches - 1, name, use, found.detach(), operator_of(found))
+            self._report(
+                self._sink.activation, self.microbatches - 1, name, use, as_real(found.detach()), operator_of(found)
+            )
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _is_plain(tensor) or (
@@ -510,7 +512,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
     """Add a gradient to what has come before it: in float32 at least, where there are several."""
-    grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+    grad = as_real(grad.detach().to_dense() if grad.is_sparse else grad.detach())
     if name not in sums:
         sums[name] = grad.clone()
         return

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from crossframe.errors import UsageError
+from torch_backend.compat._dtypes import as_real
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.ranks._collectives import Communicator
 
@@ -171,11 +172,11 @@ def parts_of_dtensors(params: Mapping[str, Tensor]) -> dict[str, Pieces]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor; a sparse gradient, as that of an embedding, with its zeros."""
+    """What this rank has of a tensor: a sparse gradient, as that of an embedding, with its zeros, complex numbers as pairs."""
     if isinstance(tensor, PieceTensor):
         return tensor.local
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.to_dense() if local.is_sparse else local
+    return as_real(local.to_dense() if local.is_sparse else local)
 
 
 def joined(parts: Sequence[Tensor], dim: int, runs: int = 1) -> Tensor:

@@ -14,7 +14,7 @@ from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
 from crossframe.unit_assignment import enclosing_unit
-from torch_backend.compat._dtypes import dtype_name, name_or_none
+from torch_backend.compat._dtypes import dtype_name, name_or_none, real_shape
 from torch_backend.engine._unit_tree import named_units
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._engine import Bucket, Engine, Registered, strategy_of
@@ -311,12 +311,12 @@ def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[t
 
 
 def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], list[str]]]:
-    """Every parameter of a floating dtype by its first name: itself, where it is registered, its other names."""
+    """Every parameter of a floating or complex dtype by its first name: itself, where it is registered, its other names."""
     by_param: dict[int, str] = {}
     found: dict[str, tuple[Any, list[Registered], list[str]]] = {}
     for place in module_tree.named_modules(model, every_name=True):
         for attribute, param in place.module._parameters.items():
-            if param is None or dtype_name(param.dtype) not in FLOATING:
+            if param is None or dtype_name(param.dtype.to_real()) not in FLOATING:
                 continue
             name = f"{place.name}.{attribute}" if place.name else attribute
             first = by_param.setdefault(id(param), name)
@@ -339,7 +339,7 @@ def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[t
     found: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, (param, _, _) in params.items():
         unit = of_module[enclosing_unit(name.rpartition(".")[0], known)]
-        found.setdefault((unit, dtype_name(param.dtype)), []).append(name)
+        found.setdefault((unit, dtype_name(param.dtype.to_real())), []).append(name)
     return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
 
 
@@ -358,8 +358,9 @@ def _buckets(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> list[B
 
 
 def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:
+    """The specs of parameters; complex numbers are pairs of real ones (`as_real`)."""
     return tuple(
-        ParamSpec(name, tuple(param.shape), dtype, tuple(aliases), param.requires_grad)
+        ParamSpec(name, real_shape(param), dtype, tuple(aliases), param.requires_grad)
         for name, (param, _, aliases) in ((name, params[name]) for name in names)
     )
 

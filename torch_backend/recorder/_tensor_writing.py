@@ -19,7 +19,7 @@ from crossframe.recording.event_format import (
     TENSOR_USES,
     UPDATE,
 )
-from torch_backend.compat._dtypes import to_numpy
+from torch_backend.compat._dtypes import as_real, to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
@@ -220,7 +220,7 @@ class Keeper:
         return self._specs[held.name].numel
 
     def _whole(self, value: Tensor) -> np.ndarray | Sketch:
-        value = full(value)
+        value = as_real(full(value))
         return _shaped(self._kept(value.numel(), [value], 0)[0], value)
 
     def _kept(self, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
@@ -248,7 +248,7 @@ def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:
 
 def _is_like(param: Tensor, slot: str, value: Any) -> bool:
     """Whether an optimizer state entry has the parameter's shape."""
-    is_tensor = slot != COUNT and isinstance(value, Tensor) and value.is_floating_point()
+    is_tensor = slot != COUNT and isinstance(value, Tensor) and (value.is_floating_point() or value.dtype.is_complex)
     return is_tensor and value.shape == param.shape
 
 

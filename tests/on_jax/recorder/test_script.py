@@ -418,3 +418,21 @@ def test_settings_in_the_environment_count_when_the_script_imports_jax(run, monk
         for name in ("JAX_NUMPY_RANK_PROMOTION", "JAX_DEBUG_NANS", "JAX_DEBUG_INFS"):
             monkeypatch.delenv(name, raising=False)
     assert variables["settings"] == ["warn", True, False]
+
+
+COMPLEX = """
+import jax, jax.numpy as jnp, optax
+params = {"w": jnp.full((4, 3), 1 + 1j, jnp.complex64), "b": jnp.zeros(3)}
+optimizer = optax.sgd(0.1)
+state = optimizer.init(params)
+for x in jnp.ones((2, 5, 4)):
+    grads = jax.grad(lambda params: jnp.mean(jnp.abs(x @ params["w"] + params["b"]) ** 2))(params)
+    updates, state = optimizer.update(jax.tree.map(jnp.conj, grads), state, params)
+    params = optax.apply_updates(params, updates)
+"""
+
+
+def test_complex_parameters_are_left_out_with_a_warning(run, tmp_path):
+    with pytest.warns(UserWarning, match="not recorded, since they are complex: w;"):
+        assert run(COMPLEX)[0] == 0
+    assert Recording.open(tmp_path / "out").manifest.params.keys() == {"b"}

@@ -610,6 +610,42 @@ def test_a_fault_in_the_turn_of_one_optimizer_is_not_found_in_that_of_another(
         assert f"the loss of backward {1 if first == 'critic' else 2} of rank 0" in result.reason
 
 
+# As in Fourier neural operators.
+COMPLEX = """
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(4, 4, 5, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.einsum("bik,iok->bok", torch.fft.rfft(x), self.weight), n=x.shape[-1])
+
+model = nn.Sequential(nn.Conv1d(1, 4, 1).double(), Spectral())
+if "--fault" in sys.argv:
+    model[1].weight.register_hook(torch.conj)
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(3, 1, 8).double()).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_complex_parameters_are_recorded_as_pairs_of_real_numbers(run, tmp_path):
+    for name, number, arguments in (("out", 0, ()), ("out", 1, ()), ("out", 2, ()), ("fault", 0, ("--fault",))):
+        assert run(COMPLEX, *arguments, directory=str(tmp_path / name), every=1, perturbed_run=number) == 0
+    out, name = Recording.open(tmp_path / "out"), "1.weight"
+    spec = out.manifest.params[name]
+    assert (spec.shape, spec.dtype) == ((4, 4, 5, 2), "float64")
+    assert all(out.has(phase, 0, name) for phase in ("parameters", "unsharded", "backward", "reduce", "update"))
+    assert set(out.state_slots(0, name)) == {"exp_avg", "exp_avg_sq"}
+    for perturbed in out.perturbed_runs():
+        assert not np.array_equal(*(each.full("parameters", 0, name) for each in (out, perturbed)))
+    assert not inspect(out).departures
+    fault = compare(out, Recording.open(tmp_path / "fault")).first_divergence
+    assert fault is not None and (fault.step, fault.phase, fault.parameter) == (0, "backward", name)
+
+
 SPARSE = """
 model = nn.Sequential(nn.Embedding(11, 4, sparse="--sparse" in sys.argv), nn.Flatten(), nn.Linear(24, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
