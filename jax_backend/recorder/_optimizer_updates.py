@@ -35,6 +35,11 @@ def following_optimizers() -> Iterator[None]:
             (optax, "value_and_grad_from_state", value_and_grad_from_state),
             (optax, "apply_updates", apply_updates),
             (optax.GradientTransformation, "update", tapped),
+            (
+                optax.GradientTransformation,
+                "__iter__",
+                lambda self: iter((self.init, self.update)),
+            ),  # `init, update = adam(...)`
             (optax.MultiSteps, "update", _multi_steps_update(optax.MultiSteps.update)),
         ):
             stack.enter_context(replacing(owner, name, value))

@@ -23,7 +23,7 @@ from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import lacks_forward, named_modules
+from torch_backend.recorder._module_tree import is_compiled, lacks_forward, named_modules
 from torch_backend.recorder._pipeline import infers_shapes
 
 
@@ -126,10 +126,17 @@ def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
 
 
 def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
-    """The model, or if it lacks a forward or is called in parts those of its parts that have one."""
+    """The model, or if it lacks a forward or is called in parts all modules in it that have one, but none inside of a compiled
+    one: which of them the script calls shows when it does."""
     if not (in_parts or lacks_forward(model)):
         return [model]
-    return [part for child in model.children() for part in _called(child, in_parts=False)]
+    found: dict[nn.Module, None] = {}
+    for child in model.children():
+        if not lacks_forward(child):
+            found[child] = None
+        if not is_compiled(child):
+            found |= dict.fromkeys(_called(child, in_parts=True))
+    return list(found)
 
 
 def in_backward() -> bool:
@@ -149,6 +156,7 @@ class Watch:
         in_parts: whether parts of the model are called instead of the model.
 
     Attributes:
+        expects_forward: whether modules of the model are called, as far as hooks tell.
         is_dense: whether the step is.
         microbatches: how many forwards the step has seen.
     """
@@ -178,6 +186,8 @@ class Watch:
         self._states: deque[Tensor] = deque(maxlen=_NUM_STATES)
         self._came: set[int] = set()
         self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
+        # The part that the script has called and that has not ended.
+        self._outermost: nn.Module | None = None
         # Whether all inputs of a forward were computed from the model.
         self._has_no_batch = False
         self.is_dense = False
@@ -185,15 +195,16 @@ class Watch:
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
-        self._called = _called(model, in_parts=in_parts)
+        self._model, self._called = model, _called(model, in_parts=in_parts)
         for part in self._called:
             begins = self._model_begins if part is model else self._part_begins
             self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
+        self.expects_forward = bool(self._called)
 
     @property
     def has_no_batch(self) -> bool:
         """Whether the step is computed from parameters alone, as far as modules that are called tell."""
-        return self._has_no_batch or not self._called
+        return self._has_no_batch or not self.expects_forward
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -381,6 +392,9 @@ class Watch:
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         """A part of a model that is called in parts is called. All calls until backward are one forward of the model."""
+        if self._outermost is not None:
+            return
+        self._outermost = None if in_backward() else part
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
         if self._awaits_backward and not self._every_call:
@@ -395,7 +409,7 @@ class Watch:
 
     def backward_begins(self) -> None:
         """The last forward was one of training, whatever its mode."""
-        if not self._called:  # tensors alone, which no module's forward reads
+        if not (self.expects_forward or self._awaits_backward):
             self._sink.begins([])
             self.microbatches += 1
             if self.is_dense:
@@ -419,6 +433,9 @@ class Watch:
             self._withheld.append((function, tuple(_cloned(each) for each in args)))
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._called != [self._model] and model is not self._outermost:  # inside of another part
+            return
+        self._outermost = None
         if not in_backward():
             was_inside, self._inside = self._inside, False
             outputs = [each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came]

@@ -44,10 +44,15 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
             return
         seen.add(module)
     yield NamedModule(name, module, compiled)
-    compiled = compiled or COMPILED in module._modules or module._compiled_call_impl is not None
+    compiled = compiled or is_compiled(module)
     for attribute, child in module._modules.items():
         if child is not None:
             yield from _places(child, child_name(module, name, attribute), compiled, seen)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, with all that is inside of it."""
+    return COMPILED in module._modules or module._compiled_call_impl is not None
 
 
 def child_name(module: nn.Module, name: str, attribute: str) -> str:

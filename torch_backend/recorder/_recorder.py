@@ -400,6 +400,12 @@ class Recorder(Listener):
                 self.open_window(monitor.window)
             monitor.save_checkpoint(self.current_step)
 
+    def begin_with_backward(self) -> None:
+        """Begin with the backward that follows, since hooks saw no call of a module: steps have no batch."""
+        for part in self._parts:
+            part.watch.expects_forward = False
+        self.begins([])
+
     # Called by hooks
 
     def begins(self, inputs: list[Tensor]) -> None:

@@ -154,7 +154,8 @@ class ScriptRecorder:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._recorder is None and not in_backward():
                 self._consider()
-                if self._recorder is not None:  # which listens for backward by now
+                if self._recorder is not None:
+                    self._recorder.begin_with_backward()  # which it listens for by now
                     return torch.autograd.backward(*args, **kwargs)
             return own(*args, **kwargs)
 
@@ -199,6 +200,12 @@ class ScriptRecorder:
         if self._sequences is not None:
             options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
         self._until_found.close()
+        if self._num_strange_steps:
+            print(
+                f"crossframe: {self._num_strange_steps} updates before the recording began are not in it: their optimizers were "
+                "made after the forward, or have parameters of another model",
+                file=sys.stderr,
+            )
         self._recorder = Recorder(
             self._directory,
             model=modules[0] if len(modules) == 1 else modules,

@@ -436,3 +436,24 @@ def test_complex_parameters_are_left_out_with_a_warning(run, tmp_path):
     with pytest.warns(UserWarning, match="not recorded, since they are complex: w;"):
         assert run(COMPLEX)[0] == 0
     assert Recording.open(tmp_path / "out").manifest.params.keys() == {"b"}
+
+
+UNPACKED = """
+import jax, jax.numpy as jnp, optax
+params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+init, update = optax.adam(1e-2)
+state = init(params)
+@jax.jit
+def step(params, state, x):
+    grads = jax.grad(lambda params: jnp.mean((x @ params["w"] + params["b"]) ** 2))(params)
+    updates, state = update(grads, state)
+    return optax.apply_updates(params, updates), state
+for x in jnp.ones((3, 5, 4)):
+    params, state = step(params, state, x)
+"""
+
+
+def test_an_optimizer_that_is_unpacked_into_two_functions_is_followed(run, tmp_path):
+    assert run(UNPACKED)[0] == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3 and set(recording.state_slots(0, "w")) == {"exp_avg", "exp_avg_sq"}

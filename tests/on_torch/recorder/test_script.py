@@ -646,6 +646,66 @@ def test_complex_parameters_are_recorded_as_pairs_of_real_numbers(run, tmp_path)
     assert fault is not None and (fault.step, fault.phase, fault.parameter) == (0, "backward", name)
 
 
+# Modules of gpytorch have a __call__ of their own, which runs no hooks.
+WITHOUT_HOOKS = """
+class Kernel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.length = nn.Parameter(torch.ones(()).double())
+
+    def __call__(self, x):
+        return torch.exp(-((x - x.T) ** 2) / self.length.exp()) + 0.1 * torch.eye(len(x)).double()
+
+kernel = Kernel()
+optimizer = torch.optim.Adam(kernel.parameters(), 0.1)
+x = torch.rand(8, 1).double()
+y = x[:, 0].sin() * (1.01 if "--fault" in sys.argv else 1)
+for _ in range(3):
+    optimizer.zero_grad()
+    (-torch.distributions.MultivariateNormal(0 * y, kernel(x)).log_prob(y)).backward()
+    optimizer.step()
+"""
+
+
+def test_modules_whose_calls_run_no_hooks_are_recorded_without_a_batch(run, tmp_path):
+    for name, arguments in (("out", ()), ("again", ()), ("fault", ("--fault",))):
+        assert run(WITHOUT_HOOKS, *arguments, directory=str(tmp_path / name), every=1) == 0
+    out, again, fault = (Recording.open(tmp_path / name) for name in ("out", "again", "fault"))
+    assert out.num_steps == 3 and out.has("backward", 0, "kernel.length") and out.batch(0, 0).sample_ids == ()
+    assert compare(out, again).verdict is Verdict.EQUAL
+    found = compare(out, fault)
+    assert (
+        found.verdict is Verdict.BUG and found.first_divergence is not None and found.first_divergence.event == "loss"
+    )
+
+
+# An optimizer for each parameter, made after its first gradient, and parts of parts that are called, as in pyro's examples.
+MADE_LATE = """
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(2))
+
+    def loss(self, x):
+        return (self.decoder.forward(self.encoder.forward(x)) - x).square().mean()
+
+model, optimizers = Autoencoder(), {}
+for _ in range(4):
+    model.loss(torch.randn(6, 4).double()).backward()
+    for param in model.parameters():
+        optimizers.setdefault(param, torch.optim.SGD([param], 0.1)).step()
+        param.grad = None
+"""
+
+
+def test_optimizers_that_are_made_after_the_first_gradient_are_followed_from_the_second_step(run, tmp_path, capsys):
+    assert run(MADE_LATE, every=1, dense=2) == 0
+    out = Recording.open(tmp_path / "out")
+    assert out.num_steps == 3 and len(set(out.batch(0, 0).sample_ids)) == 6
+    assert {(0, "encoder.0", "input"), (0, "decoder.0", "output")} <= set(out.activations(0))
+    assert "4 updates before the recording began are not in it" in capsys.readouterr().err
+
+
 SPARSE = """
 model = nn.Sequential(nn.Embedding(11, 4, sparse="--sparse" in sys.argv), nn.Flatten(), nn.Linear(24, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
