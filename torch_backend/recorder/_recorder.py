@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
 from torch_backend.recorder._module_hooks import Sink, Watch, mask_in, quietly
 from torch_backend.recorder._module_tree import without_fabric
+from torch_backend.recorder._open_step import OpenStep, StepValues, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter, replay
@@ -41,20 +42,6 @@ if TYPE_CHECKING:  # judging imports more than recording does, and most runs are
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
 _MOST_WAITING = 32
-
-
-@dataclass
-class _StepArguments:
-    """The values of a step's lines, possibly still on a device: one list of tensors per microbatch; where optimizers take turns,
-    the number of forwards before each backward, and its loss."""
-
-    loss: list[Tensor | float]
-    microbatches: list[list[Tensor]]
-    masks: Sequence[int | None] = ()
-    digest: str | None = None
-    sample_ids: Sequence[int] | None = None
-    rates: Sequence[Tensor | float] = ()
-    backwards: Sequence[tuple[int, Tensor | float]] = ()
 
 
 class _Part(Sink):
@@ -241,26 +228,9 @@ class Recorder(Listener):
         self._stack = ExitStack()
         self._parts: list[_Part] = []
         self.current_step = 0
-        self._waiting: list[_StepArguments] = []
+        self._waiting: list[StepValues] = []
         self._num_written = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        """Reset the values of the step."""
-        self._losses: list[Tensor | float] = []
-        # How many forwards were before each backward, and before the last step of each parameter's optimizer, by its id.
-        self._before_backward: list[int] = []
-        self._before_update: dict[int, int] = {}
-        self._microbatches: list[list[Tensor]] = []
-        self._masks: list[int | None] = []
-        self._norm: Tensor | float | None = None
-        # Whether gradients are kept, and the ids of parameters through which a backward went after that.
-        self._has_grads, self._outdated = False, set[int]()
-        # The loss scale of a GradScaler, which multiplies local gradients.
-        self._loss_scale = 1.0
-        # The learning rates of the groups of each optimizer that stepped, and the optimizers.
-        self._rates: dict[int, list[Tensor | float]] = {}
-        self._stepped: list[torch.optim.Optimizer] = []
+        self._open = OpenStep()
 
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
@@ -328,27 +298,25 @@ class Recorder(Listener):
 
     def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
-            writer, arguments = self._begun(), self._step_arguments(loss, batch, sample_ids)
-            arguments.rates = self._step_rates()
-            takes_turns = (
-                len(set(self._before_update.values())) > 1 and self._pipeline is None and self._context is None
-            )
+            writer, values, step = self._begun(), self._values(loss, batch, sample_ids), self._open
+            values.rates = step.rates(of_stages=len(self._parts) > 1)
+            takes_turns = step.takes_turns and self._pipeline is None and self._context is None
             if takes_turns:
-                arguments.backwards = list(zip(self._before_backward, self._losses, strict=True))
+                values.backwards = step.backwards
             records = writer.records(self.current_step)
             if records and self._forward_only:
                 writer.collectives(self.current_step, self._parts[0].watch.events())
             elif records:
                 self._keep_grads([])
                 if takes_turns:
-                    self._keepers[0].turns(self._before_update)
+                    self._keepers[0].turns(step.updated)
                 for keeper in self._keepers:
                     keeper.reduced_grads(self.current_step)
-                norm = self._norm if grad_norm is None else grad_norm
-                optimizers = self._current_optimizers()
+                norm = step.norm if grad_norm is None else grad_norm
+                optimizers = step.current(self._optimizers)
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
-                    keeper.after_step(self.current_step, optimizers, norm, part.watch, self._loss_scale)
-            self._waiting.append(arguments)
+                    keeper.after_step(self.current_step, optimizers, norm, part.watch, step.loss_scale)
+            self._waiting.append(values)
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
             if records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
@@ -377,7 +345,7 @@ class Recorder(Listener):
             raise UsageError(f"Recorder.open_window: expected a number of steps, got {num_steps!r}")
         with quietly():
             self._begun()
-            if self._microbatches:
+            if self._open.microbatches:
                 raise UsageError("Recorder.open_window: call it between steps, right after Recorder.step")
             self._write_waiting()
             for keeper in self._keepers:
@@ -416,8 +384,8 @@ class Recorder(Listener):
     def forwards(self, part: _Part, tensors: list[Tensor], mask: int | None) -> None:
         """A part is given a microbatch, and the index of the mask in it."""
         if part is self._parts[0]:
-            self._microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
-            self._masks.append(mask)
+            self._open.microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
+            self._open.masks.append(mask)
 
     def ends(self, output: Any) -> None:
         """A forward has ended."""
@@ -434,16 +402,14 @@ class Recorder(Listener):
         with quietly():
             for part in self._parts:
                 part.watch.backward_begins()
-            self._losses.append(loss.clone())
-            self._before_backward.append(self._parts[0].watch.microbatches)
-            if self._has_grads:
-                self._outdated.update(*(keeper.params for keeper in self._keepers))
+            params = [i for keeper in self._keepers for i in keeper.params]
+            self._open.backward(loss, self._parts[0].watch.microbatches, params)
             if self._trace is not None:
                 self._trace.result(loss)
 
     def scaled(self, scaler: Any) -> None:
         if self._parts[0].watch.is_dense:  # otherwise unused, and it would wait for the accelerator
-            self._loss_scale = float(scaler.get_scale())
+            self._open.loss_scale = float(scaler.get_scale())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._has_begun and (params is None or self._has_any(params)):
@@ -452,7 +418,7 @@ class Recorder(Listener):
 
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
         if self._has_begun and (params is None or self._has_any(params)):
-            self._norm = norm.detach().clone()
+            self._open.norm = norm.detach().clone()
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         with quietly():
@@ -460,13 +426,9 @@ class Recorder(Listener):
             if self._has_any(params_of(optimizer)):
                 if not self._are_given and optimizer not in self._optimizers:
                     self._optimizers.append(optimizer)
-                self._stepped.append(optimizer)
                 for part in self._parts:
                     part.watch.updates(params_of(optimizer))
-                forwards = self._parts[0].watch.microbatches
-                self._before_update.update((id(param), forwards) for param in params_of(optimizer))
-                rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-                self._rates[id(optimizer)] = [r.clone() if isinstance(r, Tensor) else float(r) for r in rates]
+                self._open.steps(optimizer, self._parts[0].watch.microbatches)
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
                 self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
 
@@ -483,18 +445,6 @@ class Recorder(Listener):
     @property
     def _views(self) -> list[ModelView]:
         return [part.view for part in self._parts if part.view is not None]
-
-    def _current_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose state is of this step. That of an earlier one whose parameters others have updated is not."""
-        updated = {id(param) for optimizer in self._stepped for param in params_of(optimizer)}
-        states = {
-            id(optimizer.state) for optimizer in self._stepped
-        }  # those of accelerate have the state of another one
-        return [
-            each
-            for each in self._optimizers
-            if id(each.state) in states or not {id(param) for param in params_of(each)} <= updated
-        ]
 
     def _has_any(self, params: Sequence[Tensor]) -> bool:
         return any(keeper.has_any(params) for keeper in self._keepers)
@@ -560,7 +510,7 @@ class Recorder(Listener):
         records = writer.records(self.current_step)
         if records:
             self._write_waiting()
-        self._forget()
+        self._open = OpenStep()
         if self._trace is not None and self._request is not None:
             view = self._views[0]
             asked = view.writes and (self.current_step, view.rank) == (self._request.step, self._request.rank)
@@ -578,36 +528,30 @@ class Recorder(Listener):
             params: the parameters that are about to be clipped or updated; None: all of the model.
             scale: the divisor of the gradients; None for 1.
         """
-        if not (self._microbatches or self._losses) or not self._keepers[0].writer.records(self.current_step):
+        step = self._open
+        if not (step.microbatches or step.losses) or not self._keepers[0].writer.records(self.current_step):
             return
-        only = None
-        if self._has_grads:
-            only = self._outdated.intersection(self._outdated if params is None else map(id, params))
-            if not only:
-                return
+        only = step.lacks_grads(params)
+        if only is not None and not only:
+            return
         # Read only if it is used, because the loop then waits for the accelerator.
         divisor = 1.0 if scale is None else float(scale)
         found = [each.keep_grads(self.current_step, divisor, only) for each in self._keepers]
-        self._has_grads = self._has_grads or any(found)
-        self._outdated.difference_update(only or ())
+        step.has_grads = step.has_grads or any(found)
+        step.outdated.difference_update(only or ())
 
     @property
     def _on_accelerator(self) -> bool:
         return any(not held.param.is_cpu for view in self._views for held in view.held)
 
-    def _step_rates(self) -> list[Tensor | float]:
-        """The learning rates of all groups. Optimizers of stages that have the same ones count once, as that of one device."""
-        every = list(self._rates.values())
-        if len(self._parts) > 1 and all(rates == every[0] for rates in every):
-            every = every[:1]
-        return [rate for rates in every for rate in rates]
-
-    def _step_arguments(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> _StepArguments:
+    def _values(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> StepValues:
         """The loss and batch of a step. In a pipeline the last stage has the loss, and the first one the batch."""
         pipeline = self._pipeline
         losses: list[Tensor | float] = []
         if pipeline is None or pipeline.is_last:
-            losses = self._losses if pipeline is None else []  # a schedule divides those on which it calls backward
+            losses = (
+                self._open.losses if pipeline is None else []
+            )  # a schedule divides those on which it calls backward
             losses = losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
             if not losses and pipeline is not None:
                 raise UsageError(
@@ -616,26 +560,26 @@ class Recorder(Listener):
             if not losses:
                 raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
         if pipeline is not None and not pipeline.is_first:
-            return _StepArguments(losses, [])
+            return StepValues(losses, [])
         if isinstance(batch, str):
-            if sample_ids is None and not self._microbatches:
+            if sample_ids is None and not self._open.microbatches:
                 raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
-            return _StepArguments(losses, self._microbatches, (), batch, sample_ids)
-        microbatches, masks = self._microbatches, self._masks
+            return StepValues(losses, self._open.microbatches, (), batch, sample_ids)
+        microbatches, masks = self._open.microbatches, self._open.masks
         if batch is not None:
             microbatches = [list(tensors_in(batch))]
             masks = [mask_in(batch, microbatches[0])]
         if not any(microbatches) and not self._parts[0].watch.has_no_batch:
             where = "" if pipeline is None else "on the first stage "
             raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
-        return _StepArguments(losses, microbatches, masks, None, sample_ids)
+        return StepValues(losses, microbatches, masks, None, sample_ids)
 
     def _write_waiting(self) -> None:
         """Write the pending steps whose values are on the accelerator."""
         writers = [keeper.writer for keeper in self._keepers]
         writer = writers[0]
-        for step, arguments in enumerate(self._waiting, self._num_written):
-            loss = sum(float(loss) for loss in arguments.loss)
+        for step, values in enumerate(self._waiting, self._num_written):
+            loss = sum(float(loss) for loss in values.loss)
             if self._context is not None:
                 loss = self._context.mean(loss)
             if self._pipeline is not None and self._views[0].speaks:
@@ -648,23 +592,18 @@ class Recorder(Listener):
                 each.end_step(step)
             if self._pipeline is not None and not self._pipeline.is_first:
                 continue
-            arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in arguments.microbatches]
-            if self._context is not None and not arguments.digest:
+            arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in values.microbatches]
+            if self._context is not None and not values.digest:
                 arrays = self._context.whole_batch(arrays)
-            digest = arguments.digest or digest_of([array for some in arrays for array in some])
-            ids = arguments.sample_ids
+            digest = values.digest or digest_of([array for some in arrays for array in some])
+            ids = values.sample_ids
             if ids is None:
-                ids = [i for some, mask in zip_longest(arrays, arguments.masks) for i in row_ids(some, mask)]
-            writer.batch(step, digest, ids, () if arguments.digest else inputs_of(arrays, arguments.masks))
-            writer.loss(step, loss, [(forwards, float(each)) for forwards, each in arguments.backwards])
-            writer.end_step(step, [float(rate) for rate in arguments.rates])
+                ids = [i for some, mask in zip_longest(arrays, values.masks) for i in row_ids(some, mask)]
+            writer.batch(step, digest, ids, () if values.digest else inputs_of(arrays, values.masks))
+            writer.loss(step, loss, [(forwards, float(each)) for forwards, each in values.backwards])
+            writer.end_step(step, [float(rate) for rate in values.rates])
         self._num_written += len(self._waiting)
         self._waiting = []
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of all groups of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _warn_of_left_out(views: Iterable[ModelView]) -> None:

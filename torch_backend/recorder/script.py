@@ -37,8 +37,9 @@ from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._models_together import made_modules, models_together
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
+from torch_backend.recorder._open_step import params_of
 from torch_backend.recorder._patched_functions import replaced
-from torch_backend.recorder._recorder import Recorder, params_of
+from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
 _USE_RECORDER = """record from inside the script:
