@@ -162,6 +162,14 @@ for x in tokens:
         optimizer.step()
         optimizer.zero_grad()
 """
+# The body of the first model is neither frozen nor updated.
+PARTLY_TRAINED = """
+first, second = net(), net()
+optimizers = [torch.optim.SGD(params, 0.1) for params in (first[2].parameters(), second.parameters())]
+for model, optimizer in zip((first, second), optimizers):
+    loss_of(model, tokens[0]).backward()
+    optimizer.step()
+"""
 IN_PARTS = """
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -415,6 +423,7 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
     ("text", "said"),
     [
         (LATER_MODEL, "trains more than one model"),
+        (PARTLY_TRAINED, "trains more than one model"),
         (ONE_AFTER_ANOTHER, "trains models one after another"),
         (
             ONE_AFTER_ANOTHER.replace("in tokens", "in tokens.repeat(40, 1, 1)"),
@@ -579,6 +588,9 @@ def generate(noise, real):
 turns = list(zip(optimizers, (judge, generate)))
 for i in range(3):
     noise, real = torch.randn(5, 2).double(), torch.randn(5, 3).double()
+    if "edit" in sys.argv and i:
+        with torch.no_grad():
+            generator[0].weight.mul_(1.01)
     for optimizer, loss_of in turns[::-1] if "generator" in sys.argv else turns:
         optimizer.zero_grad()
         loss_of(noise, real).backward()
@@ -588,15 +600,16 @@ for i in range(3):
 
 @pytest.mark.parametrize("first", ["critic", "generator"])
 @pytest.mark.parametrize(
-    ("fault", "phase", "names"),
+    ("fault", "step", "phase", "names"),
     [
-        ("loss", "forward", {None}),
-        ("gradient", "backward", {"critic.0.weight"}),
-        ("state", "state", {f"critic.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}),
+        ("edit", 1, "unsharded", {"generator.0.weight"}),
+        ("loss", 0, "forward", {None}),
+        ("gradient", 0, "backward", {"critic.0.weight"}),
+        ("state", 0, "state", {f"critic.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}),
     ],
 )
 def test_a_fault_in_the_turn_of_one_optimizer_is_not_found_in_that_of_another(
-    run, tmp_path, first, fault, phase, names
+    run, tmp_path, first, fault, step, phase, names
 ):
     found = {}
     for name in ("right", fault):
@@ -605,9 +618,17 @@ def test_a_fault_in_the_turn_of_one_optimizer_is_not_found_in_that_of_another(
     result = compare(found["right"], found[fault])
     assert result.verdict is Verdict.BUG and result.first_divergence is not None
     where = result.first_divergence
-    assert (where.step, where.phase) == (0, phase) and where.parameter in names
+    assert (where.step, where.phase) == (step, phase) and where.parameter in names
     if fault == "loss":
         assert f"the loss of backward {1 if first == 'critic' else 2} of rank 0" in result.reason
+
+
+@pytest.mark.parametrize("first", ["critic", "generator"])
+def test_local_gradients_are_those_of_the_turn_in_which_they_are_used(run, tmp_path, first):
+    assert run(TURNS, first, every=1, dense=2) == 0
+    out = Recording.open(tmp_path / "out")
+    for name in out.manifest.params:
+        np.testing.assert_array_equal(out.local(1, 0, name), out.full("reduce", 1, name), err_msg=name)
 
 
 # As in Fourier neural operators.
@@ -732,6 +753,22 @@ def test_sparse_gradients_are_recorded_with_their_zeros(run, tmp_path):
 def test_what_no_module_computes_is_not_recorded_as_forward(run, capsys):
     assert run("print('hello')", forward_only=True) == NOT_RECORDED
     assert "no module of torch with parameters was called" in capsys.readouterr().err
+
+
+def test_a_part_of_which_modules_are_called_too_has_its_output(tmp_path, run):
+    text = """
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inner(super().forward(x)) + 1
+"""
+    assert run(text + AGENT.replace("nn.Linear(4, 3)", "Scaled()"), every=1, dense=2) == 0
+    recording = Recording.open(tmp_path / "out")
+    inner, outer = (recording.activation(0, 0, 0, name, "output") for name in ("actor.inner", "actor"))
+    np.testing.assert_array_equal(outer, inner + 1)
 
 
 def test_a_model_whose_parts_are_called_one_by_one_is_recorded(tmp_path, run):
