@@ -353,7 +353,8 @@ class Watch:
         def add(grad: Tensor) -> None:
             if id(value) in self._updated:
                 return
-            if self._is_unsharded and value.grad is None:  # set so since, as before the turn of another optimizer
+            # What came before the turn of another optimizer, and was set to None since, is no gradient of this step.
+            if self._updated and self._is_unsharded and value.grad is None:
                 self._grads.pop(name, None)
             with quietly():
                 _add(self._grads, name, grad)

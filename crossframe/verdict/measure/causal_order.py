@@ -123,9 +123,12 @@ def _turn_of(pair: Pair, turns: list[int], quantity: Quantity) -> int:
 
 
 def _alike_backwards(pair: Pair, step: int) -> bool:
-    """Whether optimizers take turns in a step of both recordings, with as many forwards before each backward."""
-    forwards = [[each for each, _ in recording.backwards(step, 0)] for recording in (pair.a, pair.b)]
-    return pair.same_world and forwards[0] == forwards[1] != []
+    """Whether optimizers take turns in a step of both recordings, on all ranks with as many forwards before each backward."""
+    if not pair.same_world or not pair.a.backwards(step, 0):
+        return False
+    ranks = range(pair.a.manifest.world_size)
+    forwards = [[each for each, _ in r.backwards(step, rank)] for r in (pair.a, pair.b) for rank in ranks]
+    return all(each == forwards[0] for each in forwards)
 
 
 def quantity_of(pair: Pair, phase: str, step: int, name: str, use: str = "") -> Quantity | None:

@@ -631,6 +631,27 @@ def test_local_gradients_are_those_of_the_turn_in_which_they_are_used(run, tmp_p
         np.testing.assert_array_equal(out.local(1, 0, name), out.full("reduce", 1, name), err_msg=name)
 
 
+def test_local_gradients_of_microbatches_that_a_script_adds_up_by_itself_are_their_sum(run, tmp_path):
+    text = """
+model = nn.Linear(4, 2).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in torch.randn(2, 2, 3, 4).double():
+    sums = [torch.zeros_like(param) for param in model.parameters()]
+    for part in x:
+        model(part).square().mean().backward()
+        for param, total in zip(model.parameters(), sums):
+            total += param.grad
+            param.grad = None
+    for param, total in zip(model.parameters(), sums):
+        param.grad = total
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(text, every=1, dense=2) == 0
+    out = Recording.open(tmp_path / "out")
+    np.testing.assert_allclose(out.local(1, 0, "weight"), out.full("reduce", 1, "weight"), rtol=1e-14)
+
+
 # As in Fourier neural operators.
 COMPLEX = """
 class Spectral(nn.Module):
