@@ -289,7 +289,7 @@ def _check_backwards(fields: dict[str, Any], where: str) -> None:
         raise RecordingError(
             f"{where}: expected a number of forwards and a loss for each backward, got {quote(stated)}; record the run again"
         )
-    fields["backwards"] = [(forwards, _to_float(loss, where)) for forwards, loss in stated]
+    fields["backwards"] = [[forwards, _to_float(loss, where)] for forwards, loss in stated]
 
 
 def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None:

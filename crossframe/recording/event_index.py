@@ -306,7 +306,7 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
         case "loss":
             index.losses[step] = fields["value"]
             if backwards := fields.get("backwards"):
-                index.backwards[step] = tuple(backwards)
+                index.backwards[step] = tuple((forwards, loss) for forwards, loss in backwards)
         case "batch":
             ids = fields["sample_ids"]
             if not all(type(i) is int for i in ids):

@@ -35,16 +35,17 @@ def following_optimizers() -> Iterator[None]:
             (optax, "value_and_grad_from_state", value_and_grad_from_state),
             (optax, "apply_updates", apply_updates),
             (optax.GradientTransformation, "update", tapped),
-            (
-                optax.GradientTransformation,
-                "__iter__",
-                lambda self: iter((self.init, self.update)),
-            ),  # `init, update = adam(...)`
+            (optax.GradientTransformation, "__iter__", _unpacked),
             (optax.MultiSteps, "update", _multi_steps_update(optax.MultiSteps.update)),
         ):
             stack.enter_context(replacing(owner, name, value))
         stack.enter_context(noting_optimizers())
         yield
+
+
+def _unpacked(optimizer: optax.GradientTransformation) -> Iterator[Callable]:
+    """What `init, update = optax.adam(...)` gets: the functions that attributes yield, which are followed."""
+    return iter((optimizer.init, optimizer.update))
 
 
 def value_and_grad_from_state(fun: Any) -> Any:

@@ -549,9 +549,8 @@ class Recorder(Listener):
         pipeline = self._pipeline
         losses: list[Tensor | float] = []
         if pipeline is None or pipeline.is_last:
-            losses = (
-                self._open.losses if pipeline is None else []
-            )  # a schedule divides those on which it calls backward
+            # A schedule divides those on which it calls backward.
+            losses = self._open.losses if pipeline is None else []
             losses = losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
             if not losses and pipeline is not None:
                 raise UsageError(

@@ -52,6 +52,9 @@ WRONG_VALUES = [
     ("disagreement", {"ranks": [1, "2"]}, "ranks"),
     ("disagreement", {"ranks": [True]}, "ranks"),
     ("loss", {"value": "much"}, "a number"),
+    *(("loss", {"backwards": each}, "a number of forwards and a loss") for each in (
+        {}, [1, 0.5], [[1]], [[1, 0.5, 2]], [[1.0, 0.5]], [[True, 0.5]], [[-1, 0.5]], [[1, None]])),
+    ("loss", {"backwards": [[1, "much"]]}, "a number"),
     ("disagreement", {"difference": "much"}, "a number"),
     ("step", {"rates": ["high"]}, "a number"),
     ("step", {"rates": [0.1, None]}, "learning rates"),
@@ -64,7 +67,7 @@ RIGHT_VALUES = [
     ("activation", {"sketch": None, "channels_first": None, "operator": "o" * 200}),
     ("tensor", {"sample": [0, OVERFLOW - 1], "before": False}),
     ("disagreement", {"ranks": [0, 5], "difference": math.inf}),
-    ("loss", {"value": -math.inf}),
+    ("loss", {"value": -math.inf, "backwards": [[1, 0.5], [3, math.inf]]}),
     ("step", {"counts": 5.0, "rates": [0.1, math.inf]}),
 ]
 
