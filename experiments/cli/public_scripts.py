@@ -16,10 +16,12 @@ def add_commands(app: typer.Typer) -> None:
 def public_scripts(
     repositories: Annotated[Path, typer.Argument(help="Folder with a clone of each repository, called owner+name")],
     only: Annotated[list[str] | None, typer.Option(help="Only this case. May be repeated. Default: all")] = None,
-    name: Annotated[str, typer.Option("--set", help="first, second, third, fourth or fifth")] = "first",
+    name: Annotated[str, typer.Option("--set", help="first, second, third, fourth, fifth or sixth")] = "first",
     cache: Annotated[Path, typer.Option(help="Folder for packages that the scripts need")] = Path("runs/public"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Only run the scripts, without recording")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Only run scripts, pairs and mistakes, without recording")
+    ] = False,
 ) -> None:
     """Record training scripts of public repositories, twice and with a mistake, and compare."""
     from experiments.public_scripts.run import run_public_scripts

@@ -6,6 +6,7 @@ The first answer to each case is kept: later runs, with corrected code, add thei
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ SETS = {
     "third": "third.toml",
     "fourth": "fourth.toml",
     "fifth": "fifth.toml",
+    "sixth": "sixth.toml",
 }
 _MOST = 1_000_000
 """Characters of the output of a script."""
@@ -54,6 +56,24 @@ class Mistake:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Another correct run of a script, which must be equal to the first one or differ by rounding.
+
+    Attributes:
+        replace: in addition to the replacements of the script.
+        options: instead of those of the script; None for the same.
+        ranks: 0 for those of the script.
+        environment: in addition to that of the script.
+    """
+
+    what: str
+    replace: tuple[Replacement, ...] = ()
+    options: str | None = None
+    ranks: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Script:
     """A script of a public repository, and the expected answer of `crossframe record`.
 
@@ -65,6 +85,7 @@ class Script:
         replace: makes it short, or seeds it.
         before: a Python program that makes its data, run in its folder.
         steps: that the recording must have; 0 if it must be refused.
+        ranks: if more than one, torchrun starts the script and its pairs, a pair of one rank too.
     """
 
     name: str
@@ -79,6 +100,8 @@ class Script:
     before: str = ""
     mistake: Mistake | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    pairs: tuple[Pair, ...] = ()
 
     @property
     def expected(self) -> str:
@@ -96,7 +119,8 @@ def scripts_of(name: str = "first") -> list[Script]:
     found = []
     for each in tomllib.loads((HERE / SETS[name]).read_text())["scripts"]:
         mistake = Mistake(**each.pop("mistake")) if "mistake" in each else None
-        found.append(Script(**each, mistake=mistake))
+        pairs = tuple(Pair(**pair) for pair in each.pop("pairs", ()))
+        found.append(Script(**each, mistake=mistake, pairs=pairs))
     return found
 
 
@@ -117,7 +141,7 @@ def run_public_scripts(
         only: names of cases. Empty: all.
         name: of the set.
         output: JSON of results, and beside it Markdown. Results of other cases that it has are kept.
-        plain: only run the scripts as they are, and show how they end.
+        plain: only run the scripts, their pairs and mistakes without recording, and show how they end.
     """
     scripts, target = scripts_of(name), output or HERE / "results" / f"{name}.json"
     if unknown := set(only) - {each.name for each in scripts}:
@@ -129,8 +153,7 @@ def run_public_scripts(
         with tempfile.TemporaryDirectory(prefix="public-scripts-") as folder:
             work = Work(script, repositories, packages, Path(folder))
             if plain:
-                status, printed = work.run("plain", script.replace)
-                console.print(f"{script.name}: {status}\n{printed[-600:]}", markup=False)
+                _run_plain(work, console)
                 continue
             found = judge(work)
         row = {"case": script.name, "expected": script.expected, **found}
@@ -150,8 +173,14 @@ class Work:
     def __init__(self, script: Script, repositories: Path, packages: Path, folder: Path) -> None:
         self.script, self.repositories, self.packages, self.folder = script, repositories, packages, folder
 
-    def run(self, name: str, replace: Sequence[Replacement], *, recorded: bool = False) -> tuple[int, str]:
-        """(exit status, output) of the script with these replacements, in a copy of its own, recorded or not."""
+    def run(
+        self, name: str, replace: Sequence[Replacement], *, recorded: bool = False, pair: Pair | None = None
+    ) -> tuple[int, str]:
+        """(exit status, output) of the script with these replacements, in a copy of its own, recorded or not.
+
+        Args:
+            pair: its options, ranks and environment are used; not its replacements.
+        """
         script, root = self.script, self.folder / name / "repository"
         self._extract(root)
         path = root / script.path
@@ -169,11 +198,18 @@ class Work:
             subprocess.run([sys.executable, "-c", script.before], cwd=path.parent, check=True)
         parts = [CODE, self.packages, path.parent, *([root / script.root] if script.root else [])]
         environment = {"PYTHONPATH": ":".join(map(str, parts)), "MPLBACKEND": "Agg", **script.environment}
-        command = [sys.executable, path.name]
+        environment |= pair.environment if pair else {}
+        command = [sys.executable]
+        if script.ranks > 1:
+            ranks = str((pair and pair.ranks) or script.ranks)
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", str(_free_port())]
         if recorded:
             to = ("--output", str(self.folder / f"runs_{name}"), "--every", "1", "--dense", "2", "--")
-            command = [sys.executable, "-m", "crossframe", "record", path.name, *to]
-        return run([*command, *script.options.split()], environment, path.parent, most=_MOST)
+            command += ["-m", "crossframe", "record", path.name, *to]
+        else:
+            command.append(path.name)
+        options = script.options if pair is None or pair.options is None else pair.options
+        return run([*command, *options.split()], environment, path.parent, most=_MOST)
 
     def _extract(self, root: Path) -> None:
         script = self.script
@@ -193,6 +229,23 @@ class Work:
         shutil.rmtree(report, ignore_errors=True)
         status, said = run([sys.executable, "-m", "crossframe", "compare", *runs, "--output", str(report)])
         return said_in(report, status, said, self.folder)
+
+
+def _run_plain(work: Work, console: Console) -> None:
+    """Show how a script, its pairs and its mistake end without recording."""
+    script = work.script
+    runs = [("as it is", Pair(""))] + [(f"pair, {pair.what}", pair) for pair in script.pairs]
+    if script.mistake:
+        runs.append((f"mistake, {script.mistake.what}", Pair("", script.mistake.replace)))
+    for i, (what, pair) in enumerate(runs):
+        status, printed = work.run(f"plain_{i}", [*script.replace, *pair.replace], pair=pair)
+        console.print(f"{script.name}, {what}: {status}\n{printed[-600:]}", markup=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def judge(work: Work) -> dict[str, Any]:
@@ -223,11 +276,12 @@ def judge(work: Work) -> dict[str, Any]:
     again = work.compare("a", "again")
     if again["verdict"] != "equal":
         wrong.append(f"the same run again is {again['verdict']}, {place_of(again)}")
+    pairs, message = _judge_pairs(work, wrong)
     if script.mistake is None:
-        return _found(answer, wrong, again.get("reason", ""), again=again["verdict"])
+        return _found(answer, wrong, message or again.get("reason", ""), again=again["verdict"], pairs=pairs)
     status, printed = work.run("mistake", [*script.replace, *script.mistake.replace], recorded=True)
     if status:
-        return _found(answer, [*wrong, "the mistake is not recorded"], printed, again=again["verdict"])
+        return _found(answer, [*wrong, "the mistake is not recorded"], printed, again=again["verdict"], pairs=pairs)
     said = work.compare("a", "mistake")
     place = place_of(said)
     if said["verdict"] not in ("bug", "different computation"):
@@ -236,25 +290,52 @@ def judge(work: Work) -> dict[str, Any]:
         wrong.append(f"the mistake is at {place} instead of {' or '.join(script.mistake.places)}")
     elif (step := said["first_divergence"]["step"]) != script.mistake.step:
         wrong.append(f"the mistake is at step {step} instead of {script.mistake.step}")
-    return _found(answer, wrong, said.get("reason", ""), again=again["verdict"], mistake=f"{said['verdict']}, {place}")
+    message = " ".join(each for each in (message, said.get("reason", "")) if each)
+    mistake = f"{said['verdict']}, {place}"
+    return _found(answer, wrong, message, again=again["verdict"], mistake=mistake, pairs=pairs)
 
 
-def _found(answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "") -> dict[str, Any]:
+def _judge_pairs(work: Work, wrong: list[str]) -> tuple[list[str], str]:
+    """(the answer to each pair of a script, the reasons of wrong ones); appends to `wrong` what is not as expected."""
+    script, answers, reasons = work.script, [], []
+    for i, pair in enumerate(script.pairs):
+        status, printed = work.run(f"pair_{i}", [*script.replace, *pair.replace], recorded=True, pair=pair)
+        if status:
+            answers.append("not recorded")
+            wrong.append(f"the pair ({pair.what}) is not recorded")
+            reasons.append(printed)
+            continue
+        said = work.compare("a", f"pair_{i}")
+        answers.append(", ".join(each for each in (said["verdict"], place_of(said)) if each))
+        if said["verdict"] not in ("equal", "rounding"):
+            wrong.append(f"the pair ({pair.what}) is {answers[-1]}")
+            reasons.append(said.get("reason", ""))
+    return answers, " ".join(reasons)
+
+
+def _found(
+    answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "", pairs: Sequence[str] = ()
+) -> dict[str, Any]:
     said = (
         " ".join(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", "").split())[-1500:]
         if wrong
         else ""
     )
-    return {"answer": answer, "again": again, "mistake": mistake, "wrong": list(wrong), "message": said}
+    found = {"answer": answer, "again": again, "mistake": mistake, "wrong": list(wrong), "message": said}
+    return {**found, "pairs": list(pairs)} if pairs else found
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """A row for each case: expected, first answer, answer; and what is not as expected."""
-    lines = ["| script | expected | first answer | answer | again | mistake |", "|---|---|---|---|---|---|"]
-    notes = []
+    heads = ["script", "expected", "first answer", "answer", "again", "mistake"]
+    if with_pairs := any(row.get("pairs") for row in rows):
+        heads.append("pairs")
+    lines, notes = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)], []
     for row in rows:
         both = [f"{each['answer']} ({'wrong' if each['wrong'] else 'right'})" for each in (row["first"], row)]
         cells = [row["case"], row["expected"], *both, row["again"], row["mistake"]]
+        if with_pairs:
+            cells.append("; ".join(row.get("pairs", ())))
         lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
         for when, each in (("first answer", row["first"]), ("answer", row)):
             if each["wrong"]:

@@ -6,7 +6,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from experiments.public_scripts import run as subject
-from experiments.public_scripts.run import Mistake, Script, Work, judge, scripts_of, table_of
+from experiments.public_scripts.run import Mistake, Pair, Script, Work, judge, scripts_of, table_of
 
 
 @pytest.mark.parametrize("name", subject.SETS)
@@ -56,7 +56,7 @@ class _Said(Work):
         super().__init__(script, folder, folder, folder)
         self._runs, self._verdicts = iter(runs), iter(verdicts)
 
-    def run(self, name, replace, *, recorded=False):
+    def run(self, name, replace, *, recorded=False, pair=None):
         return next(self._runs)
 
     def compare(self, a, b):
@@ -86,3 +86,64 @@ def test_answers_are_judged(tmp_path, monkeypatch, steps, runs, verdicts, wrong)
     assert found["wrong"] == wrong
     row = {"case": "one", "expected": script.expected, **found, "first": found}
     assert ("(wrong)" in table_of([row])) is bool(wrong)
+
+
+_DDP = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+    loss = model(batch.chunk(ranks)[rank]).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach() / ranks
+    dist.all_reduce(total)
+    if rank == 0:
+        print(f"{ranks} ranks, {os.environ.get('WORD', '')} loss: {total.item():.5f}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def ddp_clone(tmp_path, clone):
+    """(clones, commit) of a repository whose script trains on as many ranks as torchrun starts."""
+    folder = tmp_path / "clones" / "owner+name"
+    (folder / "scripts" / "ddp.py").write_text(_DDP)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["add", "."], [*who, "commit", "--quiet", "--message", "two"]):
+        subprocess.run(["git", "-C", folder, *command], check=True)
+    return subprocess.run(
+        ["git", "-C", folder, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_pairs_run_on_their_own_ranks_and_environment(tmp_path, ddp_clone):
+    script = Script("ddp", "owner/name", ddp_clone, "scripts/ddp.py", ranks=2)
+    work = Work(script, tmp_path / "clones", tmp_path, tmp_path / "work")
+    two, one = work.run("two", ()), work.run("one", (), pair=Pair("one rank", ranks=1, environment={"WORD": "here"}))
+    assert (two[0], one[0]) == (0, 0)
+    assert two[1].count("2 ranks,  loss") == 3 and one[1].count("1 ranks, here loss") == 3
+    assert subject._LOSS.findall(two[1]) == subject._LOSS.findall(one[1])
+
+
+def test_a_script_on_two_ranks_is_judged_with_pairs(tmp_path, ddp_clone):
+    """A pair on one rank agrees, one with another learning rate does not, and a forgotten reduction is found."""
+    pairs = (Pair("one rank", ranks=1), Pair("another learning rate", replace=(("lr=0.1", "lr=0.2"),)))
+    local = (("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))", "torch.nn.Linear(4, 2)"),)
+    mistake = Mistake("gradients are not reduced", local, 0, ("reduce/*",))
+    script = Script("ddp", "owner/name", ddp_clone, "scripts/ddp.py", 3, ranks=2, pairs=pairs, mistake=mistake)
+    found = judge(Work(script, tmp_path / "clones", tmp_path, tmp_path / "work"))
+    assert found["wrong"] == [f"the pair (another learning rate) is {found['pairs'][1]}"]
+    assert found["again"] == "equal" and found["pairs"][0] == "rounding"
+    row = {"case": "ddp", "expected": script.expected, **found, "first": found}
+    assert f"| {'; '.join(found['pairs'])} |" in table_of([row])
+    without = {key: value for key, value in row.items() if key != "pairs"}
+    assert "pairs" not in table_of([without]).splitlines()[0]
