@@ -6,7 +6,6 @@ The first answer to each case is kept: later runs, with corrected code, add thei
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -202,7 +201,9 @@ class Work:
         command = [sys.executable]
         if script.ranks > 1:
             ranks = str((pair and pair.ranks) or script.ranks)
-            command += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", str(_free_port())]
+            # torchrun picks the port itself: one chosen here may be taken before it listens there.
+            command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+            command += ["--nproc-per-node", ranks]
         if recorded:
             to = ("--output", str(self.folder / f"runs_{name}"), "--every", "1", "--dense", "2", "--")
             command += ["-m", "crossframe", "record", path.name, *to]
@@ -240,12 +241,6 @@ def _run_plain(work: Work, console: Console) -> None:
     for i, (what, pair) in enumerate(runs):
         status, printed = work.run(f"plain_{i}", [*script.replace, *pair.replace], pair=pair)
         console.print(f"{script.name}, {what}: {status}\n{printed[-600:]}", markup=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def judge(work: Work) -> dict[str, Any]:
