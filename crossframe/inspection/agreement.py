@@ -16,7 +16,7 @@ from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, U
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
-from crossframe.verdict.measure.values import Side, assemble
+from crossframe.verdict.measure.values import Side, are_gradients_local, assemble
 
 _NOUNS = {PARAMETERS: "initial value", REDUCE: "reduced gradient", UPDATE: "updated value"}
 
@@ -72,16 +72,16 @@ def disagreements(recording: Recording) -> tuple[list[Disagreement], list[str]]:
     notes: list[str] = []
     fed_alike = ""
     for step in range(recording.num_steps):
-        differing, edited = disagreements_at(recording, step)
+        differing, observed = disagreements_at(recording, step)
         found += differing
-        notes += [edited] if edited else []
+        notes += observed
         fed_alike = fed_alike or _same_batches(recording, step)
     return found, [*notes, fed_alike] if fed_alike else notes
 
 
-def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement], str]:
-    """The values of a step on which ranks disagree, in causal order, and a note of parameters that were changed after the update
-    of the step before, alike on all ranks; "" if there are none."""
+def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:
+    """The values of a step on which ranks disagree, in causal order, and notes: of parameters that were changed after the update
+    of the step before, alike on all ranks, and of an optimizer that reduces gradients by itself."""
     found: list[Disagreement] = []
     edited: list[str] = []
     recorded = recording.is_recorded(step)
@@ -91,17 +91,26 @@ def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement
         differing, edited = _unsharded(recording, step)
         found += differing
     found += _losses(recording, step)
+    reduced = list(_replicas(recording, REDUCE, step)) if recorded else []
+    after = [each for phase in (STATE, UPDATE) for each in _replicas(recording, phase, step)] if recorded else []
+    notes = []
+    if not after and any(not each.rounding for each in reduced) and are_gradients_local(recording):
+        reduced = []
+        notes.append(
+            f"step {step}: ranks have their own gradients until the optimizer steps, which reduces them by itself"
+        )
+    found += reduced
     if recorded:
-        found += [*_replicas(recording, REDUCE, step), *_model_ranks(recording, REDUCE, step)]
+        found += _model_ranks(recording, REDUCE, step)
     found += _norms(recording, step)
+    found += after
     if recorded:
-        for phase in (STATE, UPDATE):
-            found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
-    if not edited:
-        return found, ""
-    more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
-    what = "parameters were changed after the update of the step before, alike on all ranks"
-    return found, f"step {step}: {what}: {edited[0]!r}{more}"
+        found += [each for phase in (STATE, UPDATE) for each in _model_ranks(recording, phase, step)]
+    if edited:
+        more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+        what = "parameters were changed after the update of the step before, alike on all ranks"
+        notes.insert(0, f"step {step}: {what}: {edited[0]!r}{more}")
+    return found, notes
 
 
 def _unsharded(recording: Recording, step: int) -> tuple[list[Disagreement], list[str]]:

@@ -150,8 +150,8 @@ class Follower:
                 yield Alarm(Kind.NOT_FINITE, step, "", each.describe())
 
     def _ranks(self, recording: Recording, step: int) -> Iterable[Alarm]:
-        found, edited = disagreements_at(recording, step)
-        self._note("edited", [edited] if edited else [])
+        found, notes = disagreements_at(recording, step)
+        self._note("edited", notes)
         apart = [each for each in found if not each.rounding]
         self._note("rounding", [each.describe() for each in found if each.rounding][:1])
         if apart:

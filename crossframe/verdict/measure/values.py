@@ -1,14 +1,23 @@
-"""Reads the values of a quantity from one recording: its elements, or a sketch of them."""
+"""Reads the values of a quantity from one recording: its elements, or a sketch of them.
 
-from dataclasses import dataclass
+[Note: optimizers that reduce] Some optimizers reduce gradients inside of their step, as distributed variants of Muon do. Before
+it each rank has the gradients of its own samples, which the recording has as reduced ones. Such a recording is known by its
+replicas: most of their gradients differ before the optimizer steps, and none of their parameters after it. If nobody reduced the
+gradients, the parameters would part as well. Its reduced gradients are the means over replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Recording
-from crossframe.recording.event_format import REDUCE
+from crossframe.recording.event_format import PARAMETERS, REDUCE, UPDATE
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
-from crossframe.verdict.measure.metrics import norm
+from crossframe.verdict.measure.bounds_by_dtype import bounds_for
+from crossframe.verdict.measure.metrics import norm, ratio
 from crossframe.verdict.measure.quantities import finite
 
 
@@ -40,6 +49,12 @@ class Side:
         assert self.elements is not None
         return sketches_of([self.elements], seed=seed)[0]
 
+    def has_bits_of(self, other: "Side") -> bool:
+        """Whether all elements are equal bit for bit."""
+        if self.elements is None or other.elements is None:
+            return self.sketched().equals(other.sketched())
+        return self.elements.tobytes() == other.elements.tobytes()
+
 
 Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
 """(a, b, sketches) of a `Quantity`."""
@@ -66,6 +81,68 @@ def assemble(recording: Recording, phase: str, step: int, name: str, use: str = 
     spec = recording.manifest.params[name]
     if phase == REDUCE and not recording.has(phase, step, name):
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
+    if phase == REDUCE and are_gradients_local(recording):
+        return _mean([_own(recording, phase, step, name, use, i) for i in range(recording.manifest.mesh.replicate)])
+    return _own(recording, phase, step, name, use, replica)
+
+
+def are_gradients_local(recording: Recording) -> bool:
+    """Whether the reduced gradients of a recording are those of each replica's own samples ([Note: optimizers that reduce])."""
+    if recording.manifest.mesh.replicate == 1:
+        return False
+    if recording not in _local:
+        _local[recording] = _are_local(recording)
+    return _local[recording]
+
+
+_local: WeakKeyDictionary[Recording, bool] = WeakKeyDictionary()
+
+
+def _are_local(recording: Recording) -> bool:
+    names, steps = list(recording.manifest.params), recording.recorded_steps()
+    first = next((step for step in steps if any(recording.has(REDUCE, step, name) for name in names)), None)
+    if first is None:
+        return False
+    grads = [name for name in names if recording.has(REDUCE, first, name) and _own(recording, REDUCE, first, name).norm]
+    if 2 * sum(_part(recording, REDUCE, first, name) for name in grads) <= len(grads):
+        return False
+    updated = [(step, name) for step in steps for name in names if recording.has(UPDATE, step, name)]
+    if any(_part(recording, UPDATE, step, name, by_bits=True) for step, name in updated):
+        return False
+    # Parameters that a learning rate of zero leaves as they are say nothing.
+    return any(
+        not _own(recording, PARAMETERS, 0, name).has_bits_of(_own(recording, UPDATE, step, name))
+        for step, name in updated
+        if step == updated[-1][0] and recording.has(PARAMETERS, 0, name)
+    )
+
+
+def _part(recording: Recording, phase: str, step: int, name: str, *, by_bits: bool = False) -> bool:
+    """Whether the first and the last replica have other values, by more than rounding or by any bit."""
+    if not recording.has(phase, step, name):
+        return False
+    a, b = (_own(recording, phase, step, name, "", i) for i in (0, recording.manifest.mesh.replicate - 1))
+    if by_bits or a.has_bits_of(b):
+        return not a.has_bits_of(b)
+    difference = ratio(a.sketched().distance(b.sketched()), max(a.norm, b.norm))
+    return difference > bounds_for(recording.manifest.dtype).parameter
+
+
+def _mean(sides: Sequence[Side]) -> Side:
+    """The mean of values, or of sketches, whose sums are linear and estimate the norm."""
+    arrays = [side.elements for side in sides if side.elements is not None]
+    if len(arrays) == len(sides):
+        return Side(np.mean(arrays, axis=0, dtype=np.float64).astype(arrays[0].dtype))
+    sketches = [side.sketched() for side in sides]
+    sums = np.mean([each.sums for each in sketches], axis=0)
+    prints = sum(each.fingerprint for each in sketches) % 2**64
+    lost = sum(each.num_not_finite for each in sketches)
+    squares = float(np.square(sums).sum())
+    return Side(None, replace(sketches[0], fingerprint=prints, sums=sums, squares=squares, num_not_finite=lost))
+
+
+def _own(recording: Recording, phase: str, step: int, name: str, use: str = "", replica: int = 0) -> Side:
+    """What one replica has."""
     if recording.is_sketched(phase, step, name, use):
         return Side(None, recording.sketch(phase, step, name, use=use, replica=replica))
     return Side(recording.full(phase, step, name, use=use, replica=replica))

@@ -15,7 +15,7 @@ from crossframe.recording import Recording, Schedule
 from crossframe.recording.event_format import encode, place
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict.measure.values import Side
-from tests.core.helpers.synthetic import LEARNING_RATE, both, edit_events, manifest, record
+from tests.core.helpers.synthetic import LEARNING_RATE, SAMPLES, both, edit_events, manifest, record, sample_grad
 
 SGD = {"optimizer": "SGD", "lr": LEARNING_RATE}
 
@@ -107,6 +107,27 @@ def test_ranks_that_disagree_are_named(inspected, phase, name, options, expected
     assert (first.step, first.name, first.difference, first.rounding) == (0, expected, pytest.approx(0.5), False)
     # Of two copies neither is in the majority.
     assert first.ranks == ((1, 3) if options else (1,)) and found.is_faulty
+
+
+def own_gradient(phase, step, rank, name, array):
+    """What a rank of two has of its own samples, before an optimizer that reduces gradients by itself."""
+    if phase != "reduce":
+        return array
+    samples = range(step * SAMPLES + rank, (step + 1) * SAMPLES, 2)
+    return np.mean([sample_grad(step, each, name) for each in samples], axis=0).astype(array.dtype)
+
+
+@pytest.mark.parametrize("detail", ["full", "sketch"])
+def test_an_optimizer_that_reduces_gradients_is_no_disagreement(inspected, monkeypatch, detail):
+    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    found = inspected(own_gradient, replicate=2, detail=detail)
+    assert found.disagreements == () and not found.is_faulty
+    assert "the optimizer steps, which reduces them by itself" in found.notes[0]
+
+
+def test_gradients_that_nobody_reduces_part_the_parameters(inspected):
+    apart = at("update", 0, 1, "embed", lambda array: array * 2)
+    assert inspected(both(own_gradient, apart), replicate=2).disagreements[0].phase == "reduce"
 
 
 def test_replicas_that_differ_by_rounding_are_no_fault(inspected):
@@ -210,8 +231,6 @@ def test_optimizers_without_a_known_rule_are_noted(inspected):
 
 def _moved(phase, step, name, x, factor, of=None):
     """At step 1 the update of a parameter (or of all, with `of`) multiplied; later values start from there."""
-    from tests.core.helpers.synthetic import SAMPLES, sample_grad
-
     target = of or name
     if phase != "update" or step < 1 or (of is None and name != "block.w"):
         return x
