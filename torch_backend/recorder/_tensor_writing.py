@@ -120,7 +120,7 @@ class Keeper:
             gathered = self._view.context.whole(gathered)
         if gathered is None:
             return
-        value = gathered
+        value = full(gathered)  # DTensors on a mesh of one rank stay DTensors
         kept = self._kept(value.numel(), [value], 0)[0]
         self.writer.activation(
             step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator

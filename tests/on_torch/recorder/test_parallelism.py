@@ -94,9 +94,9 @@ def train(
     model: Any = Net().double()
     data_rank, data_size = 0, 1
     if kind != "one":
-        data_size = world_size // 2
-        data_rank = rank // 2
-        mesh = init_device_mesh("cpu", (data_size, 2), mesh_dim_names=("dp", "tp"))
+        num_model_ranks = min(world_size, 2)
+        data_size, data_rank = world_size // num_model_ranks, rank // num_model_ranks
+        mesh = init_device_mesh("cpu", (data_size, num_model_ranks), mesh_dim_names=("dp", "tp"))
         divide(model, mesh["tp"], sequence=sequence)
         package: Any = theirs if "torch" in kind else ours if "ours" in kind else None
         if "FSDP1" in kind:
@@ -149,6 +149,8 @@ def alone(ranks, tmp_path_factory):
             for kind, ranks in (("tp", 2), ("torch", 4), ("ours", 4))
             for sequence in (False, True)
         ),
+        ("tp", 1, True),
+        ("torch", 1, True),
         ("FSDP1 ours", 4, False),
         ("FSDP1 torch original", 4, False),
         pytest.param("FSDP1 torch", 4, False, marks=pytest.mark.exhaustive),
@@ -160,7 +162,7 @@ def test_a_divided_replica_is_recorded_as_one_device_is(ranks, tmp_path, alone, 
     directory = str(tmp_path / "run")
     ranks.run(num_ranks, partial(train, sequence=sequence), kind, directory)
     recording = Recording.open(directory)
-    assert recording.manifest.world_size == num_ranks // 2
+    assert recording.manifest.world_size == max(num_ranks // 2, 1)
     found = compare(recording, alone)
     assert found.verdict in FINE, found
     assert {name: spec.shape for name, spec in recording.manifest.params.items()} == {
