@@ -16,7 +16,7 @@ from crossframe.recording.event_format import NORM, PARAMETERS, REDUCE, STATE, U
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import distance, ratio
-from crossframe.verdict.measure.values import Side, are_gradients_local, assemble
+from crossframe.verdict.measure.values import Side, assemble, local_gradients
 
 _NOUNS = {PARAMETERS: "initial value", REDUCE: "reduced gradient", UPDATE: "updated value"}
 
@@ -91,21 +91,15 @@ def disagreements_at(recording: Recording, step: int) -> tuple[list[Disagreement
         differing, edited = _unsharded(recording, step)
         found += differing
     found += _losses(recording, step)
-    reduced = list(_replicas(recording, REDUCE, step)) if recorded else []
-    after = [each for phase in (STATE, UPDATE) for each in _replicas(recording, phase, step)] if recorded else []
     notes = []
-    if not after and any(not each.rounding for each in reduced) and are_gradients_local(recording):
-        reduced = []
-        notes.append(
-            f"step {step}: ranks have their own gradients until the optimizer steps, which reduces them by itself"
-        )
-    found += reduced
     if recorded:
-        found += _model_ranks(recording, REDUCE, step)
+        found += [*_replicas(recording, REDUCE, step), *_model_ranks(recording, REDUCE, step)]
+        if step == recording.recorded_steps()[0] and local_gradients(recording):
+            notes.append("ranks have their own gradients until the optimizer steps, which reduces them")
     found += _norms(recording, step)
-    found += after
     if recorded:
-        found += [each for phase in (STATE, UPDATE) for each in _model_ranks(recording, phase, step)]
+        for phase in (STATE, UPDATE):
+            found += [*_replicas(recording, phase, step), *_model_ranks(recording, phase, step)]
     if edited:
         more = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
         what = "parameters were changed after the update of the step before, alike on all ranks"
@@ -143,7 +137,10 @@ def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreem
     """Disagreements between replicas, for each piece of each parameter."""
     if recording.manifest.mesh.replicate == 1:
         return
+    local = local_gradients(recording) if phase == REDUCE else frozenset()
     for name in recording.manifest.params:
+        if name in local:
+            continue
         for slot in recording.state_slots(step, name) if phase == STATE else ("",):
             pieces: dict[tuple[int, int], dict[int, Side]] = {}
             for part in recording.ranges(phase, step, name, slot):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,7 +17,7 @@ from crossframe.recording import Manifest, Schedule, create_recording
 from crossframe.recording.known_settings import COMMAND, GROUPS, NOT_RECORDED, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.perturbed_runs import perturbed_values
-from crossframe.recording.program import OPTIMIZER_KERNEL, PROGRAM, program_of
+from crossframe.recording.program import MODEL_RANKS, OPTIMIZER_KERNEL, PROGRAM, program_of
 from crossframe.recording.sketch import FULL_NUMEL
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
@@ -89,6 +90,9 @@ def manifest_of(
         found["perturbed_run"] = perturbed_run
     names = [spec.name for _, layout in view.units for spec in layout.params]
     described = program_with(model, optimizers, device)
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes > view.mesh.world_size:
+        described[MODEL_RANKS] = processes // view.mesh.world_size
     return Manifest(
         framework="torch",
         model=name or class_name(innermost(model)),

@@ -2,11 +2,11 @@
 
 [Note: optimizers that reduce] Some optimizers reduce gradients inside of their step, as distributed variants of Muon do. Before
 it each rank has the gradients of its own samples, which the recording has as reduced ones. Such a recording is known by its
-replicas: most of their gradients differ before the optimizer steps, and none of their parameters after it. If nobody reduced the
-gradients, the parameters would part as well. Its reduced gradients are the means over replicas.
+replicas: most of their gradients differ before the optimizer steps. If nobody reduces the gradient of a parameter, the parameter
+parts as well; where it does not, its reduced gradient is the mean over replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -81,40 +81,46 @@ def assemble(recording: Recording, phase: str, step: int, name: str, use: str = 
     spec = recording.manifest.params[name]
     if phase == REDUCE and not recording.has(phase, step, name):
         return Side(np.zeros(spec.shape, numpy_dtype(spec.dtype)))
-    if phase == REDUCE and are_gradients_local(recording):
+    if phase == REDUCE and name in local_gradients(recording):
         return _mean([_own(recording, phase, step, name, use, i) for i in range(recording.manifest.mesh.replicate)])
     return _own(recording, phase, step, name, use, replica)
 
 
-def are_gradients_local(recording: Recording) -> bool:
-    """Whether the reduced gradients of a recording are those of each replica's own samples ([Note: optimizers that reduce])."""
+def local_gradients(recording: Recording) -> Set[str]:
+    """The parameters whose reduced gradients in a recording are those of each replica's own samples ([Note: optimizers that
+    reduce])."""
     if recording.manifest.mesh.replicate == 1:
-        return False
+        return frozenset()
     if recording not in _local:
-        _local[recording] = _are_local(recording)
+        _local[recording] = _find_local(recording)
     return _local[recording]
 
 
-_local: WeakKeyDictionary[Recording, bool] = WeakKeyDictionary()
+_local: WeakKeyDictionary[Recording, Set[str]] = WeakKeyDictionary()
 
 
-def _are_local(recording: Recording) -> bool:
+def _find_local(recording: Recording) -> Set[str]:
     names, steps = list(recording.manifest.params), recording.recorded_steps()
     first = next((step for step in steps if any(recording.has(REDUCE, step, name) for name in names)), None)
     if first is None:
-        return False
+        return frozenset()
     grads = [name for name in names if recording.has(REDUCE, first, name) and _own(recording, REDUCE, first, name).norm]
     if 2 * sum(_part(recording, REDUCE, first, name) for name in grads) <= len(grads):
-        return False
-    updated = [(step, name) for step in steps for name in names if recording.has(UPDATE, step, name)]
-    if any(_part(recording, UPDATE, step, name, by_bits=True) for step, name in updated):
-        return False
+        return frozenset()
+    alike = frozenset(name for name in names if _is_updated_alike(recording, name, steps))
     # Parameters that a learning rate of zero leaves as they are say nothing.
-    return any(
-        not _own(recording, PARAMETERS, 0, name).has_bits_of(_own(recording, UPDATE, step, name))
-        for step, name in updated
-        if step == updated[-1][0] and recording.has(PARAMETERS, 0, name)
-    )
+    return alike if any(_has_moved(recording, name, steps) for name in alike) else frozenset()
+
+
+def _is_updated_alike(recording: Recording, name: str, steps: Sequence[int]) -> bool:
+    updated = [step for step in steps if recording.has(UPDATE, step, name)]
+    return bool(updated) and not any(_part(recording, UPDATE, step, name, by_bits=True) for step in updated)
+
+
+def _has_moved(recording: Recording, name: str, steps: Sequence[int]) -> bool:
+    last = max(step for step in steps if recording.has(UPDATE, step, name))
+    before = _own(recording, PARAMETERS, 0, name) if recording.has(PARAMETERS, 0, name) else None
+    return before is not None and not before.has_bits_of(_own(recording, UPDATE, last, name))
 
 
 def _part(recording: Recording, phase: str, step: int, name: str, *, by_bits: bool = False) -> bool:

@@ -23,6 +23,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
 from crossframe.recording.mapped_recording import mapped
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.bits import program_difference
 from torch_backend.recorder import Recorder
 from torch_backend.recorder._pipeline import infers_shapes
 from torch_backend.recorder.script import ScriptRecorder
@@ -170,6 +171,14 @@ def test_a_divided_replica_is_recorded_as_one_device_is(ranks, tmp_path, alone, 
     }
     assert recording.activations(0) == alone.activations(0)
     assert recording.disagreements(2) == []
+
+
+def test_partial_sums_of_model_ranks_are_rounding_and_no_other_computation(ranks, tmp_path):
+    for num_ranks in (1, 2):
+        ranks.run(num_ranks, partial(train, sequence=True), "tp", str(tmp_path / str(num_ranks)))
+    one, two = (Recording.open(tmp_path / name) for name in "12")
+    assert compare(one, two).verdict is Verdict.ROUNDING
+    assert program_difference(one, two) == "ranks of a replica differs: None in 1, 2 in 2"
 
 
 @pytest.mark.parametrize("kind", ["torch", "ours"])
