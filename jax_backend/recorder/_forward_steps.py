@@ -11,7 +11,7 @@ from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._recorder import Recorder, batches_of
-from jax_backend.recorder._script_steps import listed
+from jax_backend.recorder._script_turns import listed
 from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value, unrolled
 
 USE_FORWARD = """record from inside the script:

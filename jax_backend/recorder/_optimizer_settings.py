@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +32,26 @@ class Noted:
         self.clips: list[Any] = []
         self.exempt: tuple[str, ...] | None = ()
         """What the mask of the decay of the last optimizer leaves out, as names of parameters or of trees; None if unknown."""
+        self.trees: set[tuple[tuple[int, ...], ...]] = set()
+        self.leaves: set[tuple[str, tuple[int, ...]]] = set()
+        """The shapes of the trees of parameters whose optimizers were initialised, and (last part of its path, shape) of each."""
+        self.initial: dict[int, Any] = {}
+        """The arrays of these parameters by their ids, if there are several trees, until the recording begins."""
+
+    @property
+    def num_models(self) -> int:
+        """How many models the script trains, as far as is known from the optimizers' states that it has initialised."""
+        return max(1, len(self.trees))
+
+    def initialised(self, params: Mapping[str, Any]) -> None:
+        """The state of an optimizer of these parameters is made."""
+        if params:
+            self.trees.add(tuple(sorted(tuple(leaf.shape) for leaf in params.values())))
+            self.initial |= {id(leaf): leaf for leaf in params.values()}
+            names = {path: path.rpartition(".")[2] for path in params}
+            self.leaves |= {
+                (names[path], tuple(leaf.shape)) for path, leaf in params.items() if names[path].isidentifier()
+            }
 
     def settings(self, params: Iterable[str] = ()) -> dict[str, Any]:
         """For a manifest; empty unless the script has made one optimizer.

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from jax_backend.recorder._gradients import Gradient
-from jax_backend.recorder._optimizer_settings import noting_optimizers
+from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._script_session import Root, inside_update, root
+from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
 from jax_backend.tree import path_name
 
@@ -29,11 +30,14 @@ _multi_steps: ContextVar[Any] = ContextVar("multi_steps", default=None)
 def following_optimizers() -> Iterator[None]:
     """A context in which optax's functions are followed."""
     own = inspect.getattr_static(optax.GradientTransformation, "update")
+    init = inspect.getattr_static(optax.GradientTransformation, "init")
     tapped = property(lambda self: functools.partial(_update, own.__get__(self)))
+    noting = property(lambda self: functools.partial(_init, init.__get__(self)))
     with ExitStack() as stack:
         for owner, name, value in (
             (optax, "value_and_grad_from_state", value_and_grad_from_state),
             (optax, "apply_updates", apply_updates),
+            (optax.GradientTransformation, "init", noting),
             (optax.GradientTransformation, "update", tapped),
             (optax.GradientTransformation, "__iter__", _unpacked),
             (optax.MultiSteps, "update", _multi_steps_update(optax.MultiSteps.update)),
@@ -99,20 +103,17 @@ def _add_application(collector: Collector, application: Tap) -> None:
     The tap of the update then needs no parameters, which a scan would return twice.
     """
     updates = [(i, tap) for i, tap in enumerate(collector.taps) if tap.kind == UPDATE]
-    if updates and len(application.about[0]) < len(updates[-1][1].about[0]):
+    own = [each for each, _ in of_parameters(application, updates, lambda each: each[1].about[0])]
+    if not own and updates and len(application.about[0]) < len(updates[-1][1].about[0]):
         return
-    for i, tap in updates:
+    for i, tap in own or updates:
         collector.taps[i] = replace(tap, values={**tap.values, "before": (), "updates": ()})
     collector.add([application])
 
 
 def _floating(tree: Any) -> dict[str, Any]:
     """The floating leaves by their paths. Warns of complex ones, which are parameters too."""
-    leaves = {
-        path_name(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
+    leaves = _leaves(tree, jnp.inexact)
     found = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     if some := [path for path in leaves if path not in found]:
         warnings.warn(
@@ -120,6 +121,15 @@ def _floating(tree: Any) -> dict[str, Any]:
             stacklevel=2,
         )
     return found
+
+
+def _leaves(tree: Any, kind: Any) -> dict[str, Any]:
+    """The leaves of a kind of dtype, by their paths."""
+    return {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, kind)
+    }
 
 
 def _of_step(what: str) -> Collector | None:
@@ -132,6 +142,19 @@ def _of_step(what: str) -> Collector | None:
     if (found := root()) is not None:
         found.session.hidden(what)
     return None
+
+
+def _init(own: Callable, params: Any) -> Any:
+    """The initialisation of the state of a gradient transformation, by itself and not by another one or by a loss function."""
+    collector = innermost()
+    if collector is None or collector.in_loss or inside_update.get():
+        return own(params)
+    noted.initialised(_leaves(params, jnp.floating))
+    token = inside_update.set(True)
+    try:
+        return own(params)
+    finally:
+        inside_update.reset(token)
 
 
 def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:

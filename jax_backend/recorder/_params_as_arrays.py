@@ -147,7 +147,8 @@ class StateByPath:
 
 
 def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
-    """Find, in a state of optax, what is of a parameter: a leaf whose path ends with the parameter's.
+    """Find, in a state of optax, what is of a parameter: a leaf whose path ends with the parameter's. The states of several
+    models are a dict by the first parts of their parameters' paths.
 
     Args:
         take: (path of the parameter, leaf) to its values, or None if it is none of it.
@@ -159,13 +160,15 @@ def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             continue
         for first in range(len(key) + 1):
-            path, before = path_name(key[first:]), key[:first]
+            path, before, inner = path_name(key[first:]), key[:first], key[:first]
+            if first and (of_model := f"{path_name(key[:1])}.{path}") in known:
+                path, inner = of_model, key[1:first]
             if path not in known or (values := take(path, leaf)) is None:
                 continue
             field = jax.tree_util.keystr(before)
-            slot = names.get(field, slot_name(path_name(before)))
+            slot = names.get(field, slot_name(path_name(inner)))
             if path in found.slots.get(slot, {}):  # kept twice: the paths of both tell them apart
-                slot = slot_name(path_name(before))
+                slot = slot_name(path_name(inner))
             found.slots.setdefault(slot, {})[path] = values
             if (count := counts.get(field)) is not None:
                 found.counts[path] = count

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -64,6 +64,8 @@ class _Waiting:
     grad_norm: Any
     events: Sequence[Event]
     rates: Sequence[Any] = ()
+    turns: Mapping[str, int] = field(default_factory=dict)
+    backwards: Sequence[tuple[int, Any]] = ()
 
 
 class Recorder:
@@ -238,6 +240,8 @@ class Recorder:
         self._reduced: list[tuple[LocalGrads, ShardedParams]] = []
         self._events: list[Event] = []
         self._num_microbatches = 0
+        self._turns: Mapping[str, int] = {}
+        self._backwards: Sequence[tuple[int, Any]] = ()
 
     def __enter__(self) -> Self:
         if self._manifest is None:
@@ -279,6 +283,15 @@ class Recorder:
     def add_interior(self, interior: Any) -> None:
         """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
         self._interiors.append(interior)
+
+    def add_turns(self, forwards: Mapping[str, int], losses: Sequence[tuple[int, ArrayLike]]) -> None:
+        """Say how models take turns in this step.
+
+        Args:
+            forwards: the number of microbatches before the update of each parameter.
+            losses: of each turn the number of microbatches before its update, and its loss.
+        """
+        self._turns, self._backwards = forwards, losses
 
     def is_dense(self, step: int | None = None) -> bool:
         """Whether the interior of a step is recorded; None: of the current one."""
@@ -358,7 +371,9 @@ class Recorder:
         rates = rates_in(opt_state) if learning_rate is None else (learning_rate,)
         records = self._writers.records(self._step)
         judges = self._monitor is not None and self._monitor.is_due(self._step, recorded=records)
-        waiting = _Waiting(self._step, self._batches(batch), loss, grad_norm, self._events, rates)
+        waiting = _Waiting(
+            self._step, self._batches(batch), loss, grad_norm, self._events, rates, self._turns, self._backwards
+        )
         if records:
             self._write_waiting(0)
             data = self._data_of(waiting)
@@ -565,7 +580,16 @@ class Recorder:
         losses = self._source.grid.numbers(waiting.loss)
         norm = None if waiting.grad_norm is None else float(waiting.grad_norm)
         rates = [float(rate) for rate in waiting.rates]
-        return StepData(waiting.batches, losses, grad_norm=norm, rates=rates, events=waiting.events)
+        backwards = [(forwards, self._source.grid.numbers(each)) for forwards, each in waiting.backwards]
+        return StepData(
+            waiting.batches,
+            losses,
+            backwards,
+            waiting.turns,
+            grad_norm=norm,
+            rates=rates,
+            events=waiting.events,
+        )
 
     def _write_waiting(self, most: int) -> None:
         """Write the oldest waiting steps, until at most `most` are left."""

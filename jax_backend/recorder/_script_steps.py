@@ -1,138 +1,103 @@
-"""Makes recorded steps of the taps of a script: a step begins with a gradient, and ends when its updates are applied.
+"""Makes recorded steps of the taps of a script: a step ends when each model has had its turn.
 
-[Note: updates that optax does not add] A script or a library may add updates by a function of its own, such as
-`jax.tree.map(jnp.add, params, updates)`. Then the parameters after a step are those at which the next gradient is taken, or those
-that the next update of the optimizer gets. After the last step there is neither, and its parameters are, in this order: what the
-jitted function returned where it returned the next parameters in the step before; or the sum of parameters and updates, if that
-sum was right at all earlier steps; or unknown, which is printed. What the script's own function does is not assumed without
-having been seen.
+[Note: models that take turns] A generator and a discriminator, or an actor and its critics, have optimizers of their own. They
+are one model with the names that they have in the script, and a step ends when all of them have been updated, some perhaps
+several times. How many there are is known from the optimizers' states that the script has initialised, so that the first step
+waits for all. Two critics have parameters of the same names and shapes: they are told apart by their arrays, which come from
+their last updates.
 """
 
+import functools
 import sys
-import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
+from jax_backend.recorder._script_turns import (
+    USE_RECORDER,
+    Gradient,
+    Model,
+    Params,
+    Turn,
+    arrays_of,
+    differ,
+    listed,
+    named,
+    of_parameters,
+)
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
 from jax_backend.state._optimizer_state import COUNTS
 
-USE_RECORDER = """record from inside the script:
-
-    from jax_backend import Recorder
-
-    with Recorder("runs/mine", params) as recorder:
-        params = recorder.params
-        for batch in batches:
-            ...                                   # loss, grads, updates: as before
-            recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
 _MOST_WITHOUT_UPDATE = 4
+_MOST_TURNS = 100
+"""Of the models of a step. Critics of the first Wasserstein GANs have so many for one of the generator."""
+_MOST_TO_WAIT = 10
+"""Turns of one model after which the first step waits for no other."""
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """A gradient since the last step.
-
-    Attributes:
-        batch: the arrays of its batch.
-        grads: its arrays that the script has got, which it may free.
-    """
-
-    tap: Tap
-    batch: Sequence[Any]
-    grads: tuple[weakref.ref, ...]
-
-    def kept(self) -> "_Gradient":
-        """The same, whatever the script later writes into arrays of its batch."""
-        return replace(self, batch=[each.copy() if isinstance(each, np.ndarray) else each for each in self.batch])
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """A step whose parameters after it may not be known yet.
+    """The turns of all models.
 
     Attributes:
-        gradients: those that its update got.
-        in_scan: whether it is an iteration of a scan.
+        first, last: of each model.
+        gradients: those of each turn, with its model and loss.
     """
 
-    loss: Any
-    update: Tap
-    gradients: Sequence[_Gradient]
-    in_scan: bool
+    first: dict[Model, Turn] = field(default_factory=dict)
+    last: dict[Model, Turn] = field(default_factory=dict)
+    gradients: list[tuple[Model, Any, Sequence[Gradient]]] = field(default_factory=list)
+    is_complete: bool = False
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn of a model. What was recorded of its turn before, unless that was its first one, is let go."""
+        self.first.setdefault(turn.model, turn)
+        self.last[turn.model] = turn
+        self.gradients.append((turn.model, turn.loss, turn.gradients))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters."""
-        return self.update.about[0]
+    def loss(self) -> Any:
+        """The sum of the losses of all turns."""
+        losses = [loss for _, loss, _ in self.gradients]
+        return sum(losses[1:], losses[0])
 
-    def before(self) -> "OrderedDict[str, Value]":
-        """The parameters that the update got, or else those of the gradient."""
-        if self.update.values["before"]:
-            return _named(self.update, "before")
-        tap = self.gradients[0].tap
-        found = self.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
-        return found or OrderedDict((name, Value(None)) for name in self.names)
-
-    def matching(self, params: Mapping[str, Value]) -> "OrderedDict[str, Value] | None":
-        """The parameters of this step among others, by names or else by order; None if their shapes are others, or unknown."""
-        names, shapes = self.update.about
-        if set(names) <= params.keys():
-            found = [params[name] for name in names]
-        elif len(params) == len(names):
-            found = [*params.values()]
-        else:
-            return None
-        if any(value.array is None for value in found):
-            return None
-        whole = [_whole(value) for value in found]
-        if tuple(tuple(value.array.shape) for value in whole) != shapes:
-            return None
-        return OrderedDict(zip(names, whole, strict=True))
-
-
-def _gradient(tap: Tap, batch: Sequence[Any]) -> _Gradient:
-    values = dict(tap.values)
-    grads = (value.array for value in values.pop("own_grads"))
-    return _Gradient(
-        replace(tap, values=values), batch, tuple(weakref.ref(grad) for grad in grads if isinstance(grad, jax.Array))
-    )
+    @property
+    def has_ended(self) -> bool:
+        """Whether the parameters after all turns are known, or will never be."""
+        return self.is_complete and all(turn.has_ended for turn in (*self.first.values(), *self.last.values()))
 
 
 class Steps:
     """The steps of a script.
 
     Args:
-        begin: makes the recorder, from the initial parameters and the number of gradients of a step, at the end of the first
-            step; None: nothing is recorded.
+        begin: makes the recorder, from the initial parameters, the number of gradients of a step, and whether several models are
+            one, at the end of the first step; None: nothing is recorded.
         finished: called at the end of each step with its loss.
     """
 
-    def __init__(self, begin: Callable[[Any, int], Recorder] | None, finished: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[Any, int, bool], Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
-        self._gradients: list[_Gradient] = []
-        self._update: Tap | None = None
-        self._names: tuple[str, ...] = ()
-        self._after: OrderedDict[str, Value] = OrderedDict()
-        self._update_in_scan = False
-        self._is_added_by_optax = False
-        self._unadded: _Step | None = None
-        self._is_sum: bool | None = None
+        self._gradients: list[Gradient] = []
+        self._models: list[Model] = []
+        self._are_all_known = False
+        self._leads: dict[Model, str] = {}
+        self._steps: deque[_Step] = deque()
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
@@ -141,51 +106,122 @@ class Steps:
             return sum(tap.num_iterations for tap in found if tap.kind == APPLY)
         return sum(tap.num_iterations for tap in found if tap.kind == UPDATE and tap.scans)
 
-    def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
+    def has(self, leaf: Any) -> bool:
+        """Whether an array is of one of several models."""
+        return id(leaf) in noted.initial or self.has_updated(leaf)
+
+    def has_updated(self, leaf: Any) -> bool:
+        """Whether an array is of one of several models, after an update of it."""
+        return any(id(leaf) in model.arrays for model in self._models)
+
+    def add(self, taps: Sequence[Tap], batch: Sequence[Any], originals: Mapping[int, Any]) -> None:
         """Add taps in the order of the program.
 
         Args:
             batch: the arrays of the batch of their gradients.
+            originals: the script's arrays by the ids of their copies.
         """
+        applications = [tap for tap in taps if tap.kind == APPLY]
+        if not (applications or (self._models and all(model.is_added_by_optax for model in self._models))):
+            # The step ends later, whatever the script has written into arrays of its batch by then.
+            batch = [each.copy() if isinstance(each, np.ndarray) else each for each in batch]
+        of_iteration = functools.cache(lambda at: _batch_at(at, batch))  # which gradients share
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             if tap.kind == GRADIENT:
                 self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
                 self._check_updated(tap)
-                self._gradients.append(_gradient(tap, _batch_at(at, batch)))
+                self._gradients.append(Gradient.of(tap, of_iteration(at), originals))
             elif tap.kind == UPDATE:
-                self._check_update(tap)
-                if self._unadded is not None:
-                    self._end_unadded(self._unadded, tap)
-                self._update, self._update_in_scan = tap, bool(at)
-            elif self._update is not None and (applied := _of_parameters(tap, self._update.about[0])) is not None:
-                self._is_added_by_optax = True
-                if (step := self._closed(self._update)) is not None:
-                    self._record(replace(step, in_scan=bool(at)), _named(applied, "before"), _named(applied, "after"))
-        if self._update is not None and not self._is_added_by_optax:
-            self._gradients = [each.kept() for each in self._matching(self._update)]
+                model = self._begin_update(tap, originals, in_scan=bool(at))
+                model.is_added_by_optax |= any(of_parameters(each, [model], _names_of) for each in applications)
+            else:
+                self._apply(tap, originals, in_scan=bool(at))
+            self._record_ended()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one model, as far as is known."""
+        return len(self._models) < 2 and (self._are_all_known or noted.num_models < 2)
 
     def begin_gradient(self, params: Mapping[str, Any]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
         self._begin_gradient({name: Value(leaf) for name, leaf in params.items()})
 
     def _begin_gradient(self, params: Mapping[str, Value]) -> None:
-        if self._update is not None and not self._is_added_by_optax:
-            self._unadded = self._closed(self._update)
-        if self._unadded is not None and (after := self._unadded.matching(params)) is not None:
-            step, self._unadded = self._unadded, None
-            self._record(step, step.before(), after)
+        self._close_updates()
+        if (model := next((each for each in self._models if each.begin_gradient(params)), None)) is not None:
+            self._note(model, {id(value.array): value.array for value in params.values()})
+            self._record_ended()
 
-    def _end_unadded(self, step: _Step, update: Tap) -> None:
-        """End a step before the next update, which may get the parameters after it."""
-        given = dict(zip(update.about[0], update.values["before"], strict=False))
-        after = step.matching(given)
-        if after is None and not (given and step.in_scan):  # in a scan values are returned of recorded steps alone
+    def _note(self, model: Model, params: Mapping[int, Any]) -> None:
+        """Note the arrays of a model's parameters, by which it is known again, and by which it gets a name."""
+        if not self._is_alone:
+            model.arrays |= params
+            model.first_params |= {} if self._leads else params
+
+    def _close_updates(self) -> None:
+        """End the updates that optax does not add, but for the parameters after them."""
+        for model in self._models:
+            if model.update is not None and not model.is_added_by_optax:
+                model.open_turn = self._closed(model)
+
+    def _begin_update(self, tap: Tap, originals: Mapping[int, Any], *, in_scan: bool) -> Model:
+        model = self._model_of(tap, originals)
+        if model.update is not None:
             raise UsageError(
-                f"the parameters after an update of {listed(step.names)} are not known: neither optax.apply_updates nor the next "
-                f"gradient or update got them; pass them to the update (params=...), or {USE_RECORDER}"
+                "an optimizer of optax made updates twice, and between them neither optax.apply_updates nor a gradient got the "
+                f"parameters; add updates by optax.apply_updates, or {USE_RECORDER}"
             )
-        self._unadded = None
-        self._record(step, step.before(), after)
+        model.update, model.update_in_scan = tap, in_scan
+        model.arrays = {} if self._is_alone else arrays_of(tap, ("before", "state_before", "state"), originals)
+        if not self._leads:
+            at = arrays_of(tap, ("before", "state_before"), originals)
+            model.first_params |= arrays_of(tap, ("before",), originals)
+            model.first_params |= {i: noted.initial[i] for i in at.keys() & noted.initial.keys()}
+        model.gradients = model.gradients_among(self._gradients, is_alone=self._is_alone)
+        if not model.gradients:
+            what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
+            raise UsageError(
+                f"an optimizer of optax updated {listed(model.names)}, but before it {what} taken by jax.grad or "
+                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap and "
+                f"jax.lax.while_loop); {USE_RECORDER}"
+            )
+        model.begin_update(tap)
+        return model
+
+    def _model_of(self, update: Tap, originals: Mapping[int, Any]) -> Model:
+        """The model that is updated. Before all are known, it may be a new one."""
+        alike = [model for model in self._models if (model.names, model.shapes) == update.about]
+        if len(alike) == 1 and self._are_all_known:
+            return alike[0]
+        own = arrays_of(update, ("before", "state_before"), originals).keys()
+        if found := [model for model in alike if own & model.arrays.keys()]:
+            return found[0]
+        if not self._are_all_known and (not alike or (own and all(model.arrays for model in alike))):
+            self._models.append(Model(update))
+            return self._models[-1]
+        if not alike:
+            raise UsageError(
+                f"the script trains more than one model: an optimizer updated {listed(update.about[0])} after one that updated "
+                f"{listed(self._models[0].names)}; {USE_RECORDER}"
+            )
+        return min(alike, key=lambda model: model.num_turns)
+
+    def _apply(self, tap: Tap, originals: Mapping[int, Any], *, in_scan: bool) -> None:
+        """An update is added to the parameters."""
+        updated = [each for each in self._models if each.update is not None or each.open_turn is not None]
+        if not (pending := of_parameters(tap, updated, _names_of)):
+            return
+        own = arrays_of(tap, ("before",), originals).keys()
+        model, applied = next((each for each in pending if own & each[0].arrays.keys()), pending[0])
+        model.is_added_by_optax = True
+        turn, model.open_turn = model.open_turn, None  # another model's gradient was taken first
+        if model.update is not None:
+            turn = self._closed(model)
+        if turn is not None:
+            turn.in_scan = in_scan
+            turn.end(named(applied, "before"), named(applied, "after"))
+            self._note(model, arrays_of(applied, ("before", "after"), originals))
 
     def end(self, returned: Mapping[str, Any]) -> None:
         """The script has ended.
@@ -193,95 +229,106 @@ class Steps:
         Args:
             returned: what the last step returned where the steps before it returned the next parameters.
         """
-        if self._update is not None and not self._is_added_by_optax:
-            self._unadded = self._closed(self._update)
-        if self._unadded is None:
-            return
-        step, self._unadded = self._unadded, None
-        before = step.before()
-        after = step.matching({name: Value(leaf) for name, leaf in returned.items()})
-        if after is None and self._is_sum:
-            after = _sums(step, before)
-        if after is None and self._begin is not None:
+        self._close_updates()
+        values, are_known = {name: Value(leaf) for name, leaf in returned.items()}, True
+        for model in self._models:
+            if (turn := model.open_turn) is not None:
+                are_known &= turn.end_without_gradient(model.matching(values))
+        if not are_known and self._begin is not None:
             print(
                 "crossframe: the parameters after the last step are not recorded: the script added its updates by a function of "
                 "its own, and took no gradient afterwards",
                 file=sys.stderr,
             )
-        self._record(step, before, after)
+        self._record_ended()
 
     def _check_updated(self, tap: Tap) -> None:
         """Raise UsageError if parameters change, but not by optax."""
-        if len(self._gradients) < _MOST_WITHOUT_UPDATE or self._update is not None:
+        if len(self._gradients) < _MOST_WITHOUT_UPDATE or any(model.update is not None for model in self._models):
             return
         first = self._gradients[0].tap
         if first.about[0] != tap.about[0]:
             return
         pairs = zip(first.values["diff"], tap.values["diff"], strict=True)
-        if any(_differ(a.array, b.array) for a, b in pairs):
+        if any(differ(a.array, b.array) for a, b in pairs):
             raise UsageError(
                 f"{len(self._gradients)} gradients were taken of changing parameters, but no optimizer of optax updated them; "
                 f"{USE_RECORDER}"
             )
 
-    def _check_update(self, tap: Tap) -> None:
-        names, _ = tap.about
-        known = self._names if self._update is None else self._update.about[0]
-        if known and names != known:
-            raise UsageError(
-                f"the script trains more than one model: an optimizer updated {listed(names)} after one that updated "
-                f"{listed(known)}; {USE_RECORDER}"
-            )
-        if self._update is not None:
-            raise UsageError(
-                "an optimizer of optax made updates twice, and between them neither optax.apply_updates nor a gradient got the "
-                f"parameters; add updates by optax.apply_updates, or {USE_RECORDER}"
-            )
-        if not self._matching(tap):
-            what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
-            raise UsageError(
-                f"an optimizer of optax updated {listed(names)}, but before it {what} taken by jax.grad or "
-                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap and "
-                f"jax.lax.while_loop); {USE_RECORDER}"
-            )
-
-    def _matching(self, update: Tap) -> "list[_Gradient]":
-        """The gradients of this step that are of the parameters: those that the optimizer gets as they are, or else all with the
-        shapes of the parameters, which the script adds up."""
-        given = {id(value.array) for value in update.values["grads"] if value.array is not None}
-        if own := [each for each in self._gradients if any(id(grad()) in given for grad in each.grads)]:
-            return own
-        shapes = sorted(update.about[1])
-        found = [each for each in self._gradients if sorted(each.tap.about[1]) == shapes]
-        return found or (self._gradients if len(self._gradients) == 1 else [])
-
-    def _closed(self, update: Tap) -> _Step | None:
-        """The step of an update; None if its gradient is only accumulated."""
-        self._update = None
+    def _closed(self, model: Model) -> Turn | None:
+        """The turn of a model that is updated; None if its gradient is only accumulated."""
+        update, model.update = model.update, None
+        gradients, model.gradients = model.gradients, ()
+        assert update is not None
         if "mini_step" in update.values and int(update.values["mini_step"].array):
             return None
-        gradients = self._matching(update)
         losses = [_mean(each.tap) for each in gradients]
         loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
-        self._gradients, self._names = [], update.about[0]
-        self.number += 1
-        self._finished(loss)
-        return _Step(loss, update, gradients, self._update_in_scan)
+        own = {id(each) for each in gradients}
+        self._gradients = [] if self._is_alone else [each for each in self._gradients if id(each) not in own]
+        model.num_turns += 1
+        model.arrays = {} if self._is_alone else arrays_of(update, ("state",), {})
+        turn = Turn(model, loss, update, gradients, model.update_in_scan)
+        self._add_turn(turn)
+        return turn
 
-    def _record(self, step: _Step, before: "OrderedDict[str, Value]", after: "OrderedDict[str, Value] | None") -> None:
-        if self._begin is None:
-            return
-        update, gradients = step.update, step.gradients
-        if step.in_scan:  # an iteration begins with the parameters of the one before
-            before = OrderedDict((name, _known(value, self._after.get(name))) for name, value in before.items())
-        if after is None:
-            after = OrderedDict((name, Value(None)) for name in before)
-        elif not self._is_added_by_optax and (added := _sums(step, before)) is not None:
-            is_sum = all(_is_same(added[name].array, value.array) for name, value in after.items())
-            self._is_sum = is_sum and self._is_sum is not False
-        self._after = after if step.in_scan else OrderedDict()
+    def _add_turn(self, turn: Turn) -> None:
+        if not self._steps or self._steps[-1].is_complete:
+            self._steps.append(_Step())
+        step = self._steps[-1]
+        step.add(turn)
+        if not self._are_all_known:
+            self._are_all_known = len({model.shapes for model in self._models}) >= noted.num_models
+            if not self._are_all_known and turn.model.num_turns == _MOST_TO_WAIT:
+                step = self._begin_without_others(turn)
+        if missing := [model for model in self._models if model not in step.last]:
+            if len(step.gradients) > _MOST_TURNS:
+                raise UsageError(
+                    f"{_MOST_TURNS} updates of other parameters passed without one of {listed(missing[0].names)}, which were "
+                    f"updated before; {USE_RECORDER}"
+                )
+        elif self._are_all_known:
+            step.is_complete = True
+            self.number += 1
+            self._gradients = []
+            self._finished(step.loss)
+
+    def _begin_without_others(self, turn: Turn) -> _Step:
+        """Wait no longer for models whose optimizers are initialised, but have not updated them."""
+        step, self._are_all_known = _Step(), True
+        if self._begin is not None:
+            print(
+                f"crossframe: {len(self._steps[-1].gradients) - 1} updates before the recording began are not in it: optimizers "
+                f"of {noted.num_models} models were initialised, and {len(self._models)} of them had updates",
+                file=sys.stderr,
+            )
+        step.add(turn)
+        self._steps[-1] = step
+        return step
+
+    def _record_ended(self) -> None:
+        while self._steps and self._steps[0].has_ended:
+            step = self._steps.popleft()
+            if self._begin is not None:
+                self._record(step)
+
+    def _record(self, step: _Step) -> None:
+        if not self._leads:
+            several = len(self._models) > 1
+            names = names_in_script([model.first_params for model in self._models]) if several else []
+            names = [f"{name}." for name in names] or [""]
+            self._leads = dict(zip(self._models, names, strict=True))
+            for model in self._models:
+                model.first_params = {}
+            noted.initial = {}
+        leads, last = self._leads, step.last
+        before = self._all({model: turn.before for model, turn in step.first.items()})
+        after = self._all({model: turn.after for model, turn in last.items()})
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
-        microbatches = [_microbatches(each.tap, each.batch) for each in gradients]
+        microbatches = [
+            (model, each.tap, _microbatches(each.tap, each.batch)) for model, _, own in step.gradients for each in own
+        ]
         if self.recorder is None:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
@@ -290,78 +337,62 @@ class Steps:
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
             initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
-            self.recorder = self._begin(OrderedDict(initial), sum(map(len, microbatches)))
+            num_gradients = sum(len(parts) for _, _, parts in microbatches)
+            self.recorder = self._begin(OrderedDict(initial), num_gradients, len(leads) > 1)
         grid = self.recorder.grid
-        params = _arrays(after)
-        grads = _arrays(
-            OrderedDict(
-                (name, _reduced(value, placed[name].array))
-                for name, value in zip(update.about[0], update.values["grads"], strict=True)
-            )
-        )
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
-        each = {tuple(map(id, part)): part for parts in microbatches for part in parts}
-        cut = _Cut.of([part for part in each.values() if part], sum(map(len, microbatches)), grid)
+        parts_of_step = {tuple(map(id, part)): part for _, _, parts in microbatches for part in parts}
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            for tap, parts in zip((each.tap for each in gradients), microbatches, strict=True):
-                for interior in _interiors(tap, parts, values, grid, update.about[0], cut):
-                    self.recorder.add_interior(interior)
-        state = _state(update.values["state"])
-        batches = list(batches_of(grid, list(each.values())).values())
+            self._add_interiors(step, values)
+        batches = list(batches_of(grid, list(parts_of_step.values())).values())
+        states = {model: _state(turn.update.values["state"]) for model, turn in last.items()}
+        rate = None
+        if len(leads) > 1:
+            state: Any = {leads[model].removesuffix("."): each for model, each in states.items() if each is not None}
+            self._add_turns(step)
+        else:
+            [(model, state)] = states.items()
+            rate = _rate(last[model].update.values["state"], state)
         self.recorder.step(
-            loss=step.loss if np.shape(step.loss) in ((), (grid.spec.world_size,)) else jnp.mean(step.loss),
-            params=params,
-            grads=grads,
+            loss=_loss(step.loss, grid),
+            params=self._known({model: turn.after for model, turn in last.items()}),
+            grads=self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()}),
             opt_state=state,
             batch=batches,
-            learning_rate=_rate(update.values["state"], state),
+            learning_rate=rate,
         )
 
+    def _all(self, of_models: Mapping[Model, Params]) -> Params:
+        """Values of all models, by the names that they have in the recording."""
+        return OrderedDict(
+            (f"{self._leads[model]}{name}", value) for model in self._models for name, value in of_models[model].items()
+        )
 
-def _of_parameters(apply: Tap, names: Sequence[str]) -> Tap | None:
-    """An application of updates to the parameters of these names alone; None if it is of others. Optimizers such as
-    `optax.lookahead` update a tree that has the parameters of the loss function as its first part."""
-    found = {name: i for i, name in enumerate(apply.about[0])}
-    leads = {""} | {name.removesuffix(names[0]) for name in found if name.endswith(f".{names[0]}")}
-    for lead in sorted(leads, key=lambda lead: found.get(f"{lead}{names[0]}", len(found))):
-        if all(f"{lead}{name}" in found for name in names) and (lead or len(found) == len(names)):
-            at = [found[f"{lead}{name}"] for name in names]
-            values = {what: tuple(each[i] for i in at) for what, each in apply.values.items()}
-            return replace(apply, about=(tuple(names),), values=values)
-    return None
+    def _known(self, of_models: Mapping[Model, Params]) -> "OrderedDict[str, Any] | None":
+        """The arrays of models of which all are known; None if there is none."""
+        known = {model: each if _arrays(each) is not None else OrderedDict() for model, each in of_models.items()}
+        return _arrays(self._all(known)) or None
 
+    def _add_interiors(self, step: _Step, params: Any) -> None:
+        assert self.recorder is not None
+        grid = self.recorder.grid
+        for model, _, gradients in step.gradients:
+            parts = [_microbatches(each.tap, each.batch) for each in gradients]
+            unique = {tuple(map(id, part)): part for each in parts for part in each}
+            cut = _Cut.of([part for part in unique.values() if part], sum(map(len, parts)), grid)
+            for each, own in zip(gradients, parts, strict=True):
+                for interior in _interiors(each.tap, own, params, grid, model.names, cut, self._leads[model]):
+                    self.recorder.add_interior(interior)
 
-def listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """Whether two parameters have other values; one that was donated has changed since."""
-    if a is b or a is None or b is None:
-        return False
-    if any(isinstance(each, jax.Array) and each.is_deleted() for each in (a, b)):
-        return True
-    return not np.array_equal(a, b, equal_nan=True)
-
-
-def _sums(step: _Step, before: Mapping[str, Value]) -> "OrderedDict[str, Value] | None":
-    """The sums of parameters and updates, as optax adds them; None if either is unknown."""
-    updates = step.update.values["updates"]
-    arrays = [value.array for value in (*before.values(), *updates)]
-    if not updates or any(_is_gone(array) for array in arrays) or any(value.by_rank for value in updates):
-        return None
-    pairs = zip(before.items(), updates, strict=True)
-    return OrderedDict(
-        (name, Value((value.array + each.array).astype(value.array.dtype))) for (name, value), each in pairs
-    )
-
-
-def _is_gone(array: Any) -> bool:
-    return array is None or (isinstance(array, jax.Array) and array.is_deleted())
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return bool(jnp.array_equal(a, b, equal_nan=True))
+    def _add_turns(self, step: _Step) -> None:
+        """Say after how many forwards each model was updated, and the losses."""
+        assert self.recorder is not None
+        forwards, losses, number = {}, [], 0
+        for model, loss, gradients in step.gradients:
+            number += sum(len(_microbatches(each.tap, each.batch)) for each in gradients)
+            losses.append((number, _loss(loss, self.recorder.grid)))
+            forwards |= {f"{self._leads[model]}{name}": number for name in model.names}
+        self.recorder.add_turns(forwards, losses)
 
 
 def _mean(tap: Tap) -> Any:
@@ -370,21 +401,9 @@ def _mean(tap: Tap) -> Any:
     return jnp.mean(value.array, axis=tuple(range(int(value.by_rank), np.ndim(value.array))))
 
 
-def _named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
-    return OrderedDict(zip(tap.about[0], map(_whole, tap.values[what]), strict=True))
-
-
-def _known(value: Value, otherwise: Value | None) -> Value:
-    return otherwise if value.array is None and otherwise is not None else value
-
-
-def _whole(value: Value) -> Value:
-    """A value that all ranks have alike, as an array on their devices."""
-    if value.array is None or not value.by_rank:
-        return value
-    rows = [part.data[0] for part in value.array.addressable_shards]
-    sharding = NamedSharding(value.array.sharding.mesh, PartitionSpec())
-    return Value(jax.make_array_from_single_device_arrays(value.array.shape[1:], sharding, rows))
+def _loss(loss: Any, grid: Grid) -> Any:
+    """A scalar, or a loss for each rank."""
+    return loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss)
 
 
 def _arrays(values: Mapping[str, Value]) -> Any:
@@ -414,6 +433,14 @@ def _reduced(value: Value, like: Any) -> Value:
     return Value(jax.make_array_from_single_device_arrays(like.shape, like.sharding, rows))
 
 
+def _grads(turn: Turn, lead: str, placed: Params) -> Params:
+    """The gradients that the optimizer got, with the shardings of the parameters."""
+    return OrderedDict(
+        (name, _reduced(value, placed[f"{lead}{name}"].array))
+        for name, value in zip(turn.model.names, turn.update.values["grads"], strict=True)
+    )
+
+
 def _state(values: Any) -> Any:
     """The optimizer state; None if the program does not return all of it."""
     leaves, structure = jax.tree.flatten(values)
@@ -431,6 +458,10 @@ def _rate(values: Any, state: Any) -> Any:
             return schedule(counts[0].array - 1)
     rates = rates_in(state)
     return jnp.copy(rates[0]) if len(rates) == 1 else None
+
+
+def _names_of(model: Model) -> Sequence[str]:
+    return model.names
 
 
 def _batch_at(at: Sequence[tuple[int, int]], batch: Sequence[Any]) -> Sequence[Any]:
@@ -484,11 +515,18 @@ def _interiors(
     grid: Grid,
     names: Sequence[str],
     cut: _Cut | None,
+    lead: str,
 ) -> "list[ArrayInterior]":
-    """The interior of each microbatch of a gradient, without activations of the parts of a batch that is cut."""
-    if len(tap.scans) > 1:
-        return []
+    """The interior of each microbatch of a gradient, without activations of the parts of a batch that is cut.
+
+    Args:
+        names: of the parameters of its model.
+        lead: what precedes them in the recording, where there are other models. Then modules of these are left out.
+    """
     paths, _, about = tap.about
+    if len(tap.scans) > 1:
+        return [ArrayInterior(params, Activations((), ()))] if lead else []
+    own = {name[:i] for name in names for i in range(len(name)) if name[i] == "."} | {""}
     found = []
     for i, batch in enumerate(microbatches):
         values: dict[tuple[str, str], Any] = {}
@@ -498,7 +536,11 @@ def _interiors(
                 array = array[:, i] if value.by_rank else array[i]
             if cut is not None and not value.by_rank and cut.has_part(array):
                 continue
-            key = canonical_module(raw, paths, names), use
-            values.setdefault(key, by_rank(Value(array, value.by_rank), batch, grid))
+            module = canonical_module(raw, paths, names)
+            if lead and module not in own:
+                continue
+            values.setdefault(
+                (f"{lead}{module}".removesuffix("."), use), by_rank(Value(array, value.by_rank), batch, grid)
+            )
         found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))
     return found

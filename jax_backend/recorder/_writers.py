@@ -29,6 +29,8 @@ class StepData:
     Attributes:
         batches: the batch of each rank.
         losses: the loss of each rank.
+        backwards: where models take turns in the step, (number of forwards before it, loss of each rank) of each turn.
+        turns: the number of forwards before the update of each parameter, where models take turns.
         initial: each rank's pieces of the initial parameters, at the first step.
         grads: reduced gradients, before clipping.
         grad_norm: their norm, if the loop computed it.
@@ -42,6 +44,8 @@ class StepData:
 
     batches: Mapping[int, Batch]
     losses: Mapping[int, float]
+    backwards: Sequence[tuple[int, Mapping[int, float]]] = ()
+    turns: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[int, Pieces] | None = None
     grads: Any = None
     grad_norm: float | None = None
@@ -93,6 +97,8 @@ class Writers:
         records, spec = self.records(step), self._manifest.mesh
         if data.initial is not None:
             self._put("parameters", step, data.initial)
+        for writer in self.by_rank.values():
+            writer.turns(data.turns)
         if records and data.grads is not None:
             self._put("reduced_grads", step, self.source.pieces(data.grads))
         if records and data.updated is not None:
@@ -103,11 +109,12 @@ class Writers:
         for rank, writer in self.by_rank.items():
             batch = data.batches[rank]
             writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
-            writer.loss(step, data.losses[rank])
+            writer.loss(step, data.losses[rank], [(forwards, loss[rank]) for forwards, loss in data.backwards])
             writer.counts(step, counts)
             if data.grad_norm is not None:
                 writer.grad_norm(step, data.grad_norm)
             writer.collectives(step, of_rank(data.events, spec, rank))
+            writer.turns({})
             if data.interiors and writer.is_dense(step):
                 self._put_interior(writer, step, rank, data)
             writer.end_step(step, data.rates)

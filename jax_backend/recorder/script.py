@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -45,7 +46,8 @@ from jax_backend.recorder._params_as_arrays import placed_like
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_session import Differentiated, JittedFunction, Root
-from jax_backend.recorder._script_steps import USE_RECORDER, Steps
+from jax_backend.recorder._script_steps import Steps
+from jax_backend.recorder._script_turns import USE_RECORDER
 from jax_backend.recorder._taps import (
     BY_REFERENCE,
     FORWARD,
@@ -53,6 +55,7 @@ from jax_backend.recorder._taps import (
     UPDATE,
     Detail,
     Packed,
+    PackedTap,
     Tap,
     collecting,
     merged,
@@ -75,6 +78,7 @@ class Plan:
         num_steps: the number of steps that one call makes.
         is_incomplete: whether recorded steps need a program with more detail.
         params: names of the arguments that are parameters.
+        gradients: the arguments at which each gradient is taken, by names.
         batch: the arguments that are the batch.
     """
 
@@ -82,6 +86,7 @@ class Plan:
     num_steps: int
     is_incomplete: bool
     params: dict[int, str]
+    gradients: tuple[dict[str, int], ...]
     batch: tuple[int, ...]
 
 
@@ -181,8 +186,9 @@ class ScriptRecorder:
         if not plan.kinds:
             return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
         leaves, structure = jax.tree.flatten((args, kwargs))
-        if GRADIENT in plan.kinds:
-            self._begin_gradient({name: leaves[i] for i, name in plan.params.items()})
+        own = list(leaves)
+        for params in plan.gradients:
+            self._begin_gradient({name: leaves[i] for name, i in params.items()})
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
             for i, name in plan.params.items():
                 self._move(leaves[i], name)
@@ -194,8 +200,10 @@ class ScriptRecorder:
         is_dense = any(map(self._is_dense, steps))
         donates = jitted.donates
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
-        batch = [_copied(leaves[i]) if donates else leaves[i] for i in plan.batch]
+        others = [i for i in plan.batch if not self._is_of_model(own[i])]
+        batch = [_copied(leaves[i]) if donates else leaves[i] for i in others]
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
+        originals = {id(leaf): its for leaf, its in zip(given, own, strict=True) if leaf is not its}
         more: list[Tap] | None = None
         if (is_dense and {GRADIENT, FORWARD} & {*plan.kinds}) or (
             plan.is_incomplete and any(self._is_dense(step) or self._schedule.records(step, None) for step in steps)
@@ -209,7 +217,7 @@ class ScriptRecorder:
         if UPDATE in plan.kinds:
             self._returned = tuple(jax.tree.leaves(result))
         taps = unpacked(packed, given, result)
-        self._add(taps if more is None else merged(taps, more), batch)
+        self._add(taps if more is None else merged(taps, more), batch, originals)
         return result
 
     def _traced(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
@@ -238,16 +246,18 @@ class ScriptRecorder:
             args, kwargs = self.replaced(args), self.replaced(kwargs)
         own = {id(self._now(leaf)) for _, leaf in leaves}
         given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in own]
-        batch = [leaf for leaf in given if may_be_batch(leaf)] or [
-            leaf for leaf in jax.tree.leaves(_named_in(step.fun)) if may_be_batch(leaf)
-        ]
+        given, named = (
+            [leaf for leaf in each if may_be_batch(leaf) and not self._is_of_model(leaf)]
+            for each in (given, jax.tree.leaves(_named_in(step.fun)))
+        )
+        batch = given or named
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
         result, tap = step.plain(args, kwargs)
         if self._trace is None and self._is_dense(self._steps.number):
             with_interior = step.with_interior(args, kwargs)[1]
             tap = merged([tap], [with_interior])[0]
-        self._add([tap], batch)
+        self._add([tap], batch, {id(moved): leaf for leaf, moved in self._moved.values()})
         return result
 
     def begins_call(self, params: Mapping[str, Any]) -> Detail:
@@ -308,9 +318,22 @@ class ScriptRecorder:
         recorder = self._steps.recorder
         return self._schedule.is_dense(step) if recorder is None else recorder.is_dense(step)
 
-    def _add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
+    def _is_of_model(self, leaf: Any) -> bool:
+        """Whether an array is of one of several models, and so of no batch."""
+        return isinstance(self._steps, Steps) and self._steps.has(leaf)
+
+    def _is_updated(self, leaf: Any) -> bool:
+        """Whether an array is of one of several models, which has had its turn in the first step."""
+        return isinstance(self._steps, Steps) and self._steps.has_updated(leaf)
+
+    def _add(
+        self, taps: Sequence[Tap], batch: Sequence[Any], originals: Mapping[int, Any] = MappingProxyType({})
+    ) -> None:
         self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)
-        self._steps.add(taps, batch)
+        if isinstance(self._steps, Steps):
+            self._steps.add(taps, batch, originals)
+        else:
+            self._steps.add(taps, batch)
         self._stop_if_due()
 
     def _begin_gradient(self, params: Mapping[str, Any]) -> None:
@@ -356,11 +379,14 @@ class ScriptRecorder:
         known = set(params) | {reference[1] for _, reference in references if reference[0] == "in"}
         is_incomplete = any(reference[0] == "missing" and name not in BY_REFERENCE for name, reference in references)
         batch = _batch(args, kwargs, result, known) if GRADIENT in kinds else ()
-        return Plan(kinds, self._steps.number_in(packed.taps), is_incomplete, params, batch)
+        gradients = tuple(_arguments(tap, "diff") for tap in packed.taps if tap.kind == GRADIENT)
+        if GRADIENT in kinds and not any(gradients):
+            gradients = ({name: i for i, name in params.items()},)
+        return Plan(kinds, self._steps.number_in(packed.taps), is_incomplete, params, gradients, batch)
 
     def _move(self, leaf: Any, name: str) -> None:
         """Give a perturbed run its own initial value of a parameter."""
-        if id(leaf) in self._moved or not _is_floating(leaf):
+        if id(leaf) in self._moved or not _is_floating(leaf) or self._is_updated(leaf):
             return
         values = np.asarray(leaf)
         if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
@@ -378,7 +404,7 @@ class ScriptRecorder:
 
     # Steps
 
-    def _begin(self, params: Any, num_gradients: int | None = None) -> Recorder:
+    def _begin(self, params: Any, num_gradients: int | None = None, several: bool = False) -> Recorder:
         stated: dict[str, Any] = {} if self.forward_only else noted.settings(params)
         options = dict(self._options)
         stated[PROGRAM] = program(compiled=self._is_compiled)
@@ -397,9 +423,11 @@ class ScriptRecorder:
         if self.perturbed_run:
             recorder.began_with(params)
         described = self._root.described
-        recorder.modules = {
-            canonical_module(raw, described.paths, params) or "(root)": text for raw, text in described.modules.items()
-        }
+        if not several:  # those of the first model, whose names it has
+            recorder.modules = {
+                canonical_module(raw, described.paths, params) or "(root)": text
+                for raw, text in described.modules.items()
+            }
         return recorder
 
     def _stepped(self, loss: Any) -> None:
@@ -441,11 +469,15 @@ def _referred(packed: Packed, what: str) -> dict[int, str]:
     """Names of the arguments that are parameters, by index."""
     found: dict[int, str] = {}
     for tap in packed.taps:
-        own = [reference for name, reference in tap.references if name == what]
-        for name, reference in zip(tap.about[0], own, strict=False):
-            if reference[0] == "in":
-                found.setdefault(reference[1], name)
+        for name, i in _arguments(tap, what).items():
+            found.setdefault(i, name)
     return found
+
+
+def _arguments(tap: PackedTap, what: str) -> dict[str, int]:
+    """The index of each argument that is among these values of a tap, by the names of parameters."""
+    own = [reference for name, reference in tap.references if name == what]
+    return {name: reference[1] for name, reference in zip(tap.about[0], own, strict=False) if reference[0] == "in"}
 
 
 def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, ...]:
@@ -457,9 +489,11 @@ def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, .
         for key in (path, _last_name(path))
         if hasattr(leaf, "dtype")
     }
+    # What has the name and the shape of a parameter of several models may be of another one, or a slow copy.
+    models = noted.leaves if noted.num_models > 1 else set()
     found = []
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]):
-        if i in known or not may_be_batch(leaf):
+        if i in known or not may_be_batch(leaf) or (path_name(path).rpartition(".")[2], tuple(leaf.shape)) in models:
             continue
         # Positional arguments are the first part of the pair of arguments.
         if not {(key, tuple(leaf.shape), leaf.dtype) for key in (path[1:], _last_name(path))} & returned:

@@ -535,16 +535,15 @@ _TWO_MODELS = (
     FUNCTIONS
     + """
 tx = optax.sgd(0.1)
-other = {"w": jnp.ones((6, 3)), "b": jnp.zeros(3)}
 @jax.jit
-def step(params, other, x, y):
-    grads = jax.grad(loss_fn)(params, x, y)
-    updates, _ = tx.update(grads, tx.init(params))
-    others = jax.grad(lambda p: cross_entropy(dense(p, x), y))(other)
-    others, _ = tx.update(others, tx.init(other))
-    return optax.apply_updates(params, updates), optax.apply_updates(other, others)
+def step(params, x, y):
+    updates, _ = tx.update(jax.grad(loss_fn)(params, x, y), tx.init(params))
+    return optax.apply_updates(params, updates)
 for batch in batches:
-    params, other = step(params, other, batch["image"], batch["label"])
+    params = step(params, batch["image"], batch["label"])
+other = {"w": jnp.ones((6, 3)), "b": jnp.zeros(3)}
+grads = jax.grad(lambda p: cross_entropy(dense(p, batch["image"]), batch["label"]))(other)
+tx.update(grads, tx.init(other))
 """
 )
 _IN_PMAP = (

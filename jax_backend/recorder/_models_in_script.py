@@ -1,0 +1,66 @@
+"""Names of the models of a script, by the variables that hold their parameters."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+
+import jax
+
+_LIBRARIES = ("jax", "jax_backend", "crossframe", "flax", "equinox", "optax", "contextlib", "functools", "runpy")
+
+
+def names_in_script(params: Sequence[Mapping[int, Any]]) -> list[str]:
+    """A name for each model: the variable of the script that holds its parameters, or an attribute or element of one, and no
+    parameters of others. Of several in the outermost function it is the one with the most of them, a variable rather than a part
+    of one, and the one with the least besides. If there is none, the name has the model's number.
+
+    Args:
+        params: of each model the ids of its arrays.
+    """
+    found: dict[int, str] = {}
+    for frame in _frames():
+        of_frame: dict[int, tuple[int, bool, int, str]] = {}
+        for variable, value in list(frame.f_locals.items()):
+            for name, held in _held_by(variable, value):
+                leaves = {id(leaf) for leaf in jax.tree.leaves(held)}
+                owners = [i for i, own in enumerate(params) if not leaves.isdisjoint(own)]
+                if len(owners) == 1:
+                    [i] = owners
+                    rank = len(leaves & params[i].keys()), held is value, -len(leaves)
+                    if i not in of_frame or rank > of_frame[i][:3]:
+                        of_frame[i] = *rank, name
+        found |= {i: name for i, (*_, name) in of_frame.items()}  # of the outermost frame, which is the script's
+    names: list[str] = []
+    for i in range(len(params)):
+        name = found.get(i, f"model_{i}")
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the script, the outermost last."""
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            yield frame
+
+
+def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A variable and what it holds, with names: itself, elements of a list or dict, or attributes of an object."""
+    if isinstance(value, type | ModuleType):
+        return
+    yield name, value
+    inner: Mapping[Any, Any] = {}
+    if isinstance(value, list | tuple):
+        inner = {f"{name}_{i}": each for i, each in enumerate(value)}
+    elif isinstance(value, dict):
+        inner = value
+    elif hasattr(value, "__dict__") and not callable(value):
+        inner = vars(value)
+    for each, held in list(inner.items()):
+        if isinstance(each, str) and each.isidentifier():
+            yield each, held

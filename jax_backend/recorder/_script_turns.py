@@ -1,0 +1,280 @@
+"""Updates of the models of a script. A turn of a model begins with gradients, and ends when the optimizer's updates are applied.
+
+[Note: updates that optax does not add] A script or a library may add updates by a function of its own, such as
+`jax.tree.map(jnp.add, params, updates)`. Then the parameters after a turn are those at which the next gradient is taken, or those
+that the next update of the optimizer gets. After the last turn there is neither, and its parameters are, in this order: what the
+jitted function returned where it returned the next parameters in the turn before; or the sum of parameters and updates, if that
+sum was right at all earlier turns; or unknown, which is printed. What the script's own function does is not assumed without
+having been seen.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crossframe.errors import UsageError
+from jax_backend.recorder._taps import Tap, Value
+
+USE_RECORDER = """record from inside the script:
+
+    from jax_backend import Recorder
+
+    with Recorder("runs/mine", params) as recorder:
+        params = recorder.params
+        for batch in batches:
+            ...                                   # loss, grads, updates: as before
+            recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
+
+Params = OrderedDict[str, Value]
+"""Parameters by name."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient since the last step.
+
+    Attributes:
+        batch: the arrays of its batch.
+        grads: its arrays that the script has got, which it may free.
+        at: the arrays at which it was taken, by their ids.
+    """
+
+    tap: Tap
+    batch: Sequence[Any]
+    grads: tuple[weakref.ref, ...]
+    at: Mapping[int, Any]
+
+    @classmethod
+    def of(cls, tap: Tap, batch: Sequence[Any], originals: Mapping[int, Any]) -> "Gradient":
+        """A gradient that holds its own arrays no longer than the script does. For `originals` see `arrays_of`."""
+        values = dict(tap.values)
+        grads = (value.array for value in values.pop("own_grads"))
+        kept = tuple(weakref.ref(grad) for grad in grads if isinstance(grad, jax.Array))
+        return cls(replace(tap, values=values), batch, kept, arrays_of(tap, ("diff",), originals))
+
+
+@dataclass
+class Turn:
+    """An update of a model, whose parameters after it may not be known yet.
+
+    Attributes:
+        gradients: those that its update got.
+        in_scan: whether it is an iteration of a scan.
+        before, after: the parameters, once it has ended; an unknown one has no array.
+    """
+
+    model: "Model"
+    loss: Any
+    update: Tap
+    gradients: Sequence[Gradient]
+    in_scan: bool
+    has_ended: bool = False
+    before: Params = field(default_factory=OrderedDict)
+    after: Params = field(default_factory=OrderedDict)
+
+    def given(self) -> Params:
+        """The parameters that the update got, or else those of the gradient."""
+        if self.update.values["before"]:
+            return named(self.update, "before")
+        tap = self.gradients[0].tap
+        found = self.model.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+        return found or OrderedDict((name, Value(None)) for name in self.model.names)
+
+    def end(self, before: Params, after: Params | None) -> None:
+        """The parameters after it are known, or will never be."""
+        model, self.has_ended = self.model, True
+        if self.in_scan:  # an iteration begins with the parameters of the one before
+            before = OrderedDict((name, _known(value, model.after.get(name))) for name, value in before.items())
+        if after is None:
+            after = OrderedDict((name, Value(None)) for name in before)
+        elif not model.is_added_by_optax and (added := self._sums(before)) is not None:
+            is_sum = all(_is_same(added[name].array, value.array) for name, value in after.items())
+            model.is_sum = is_sum and model.is_sum is not False
+        model.after = after if self.in_scan else OrderedDict()
+        self.before, self.after = before, after
+
+    def end_without_gradient(self, returned: Params | None) -> bool:
+        """End the last turn of a script; returns whether the parameters after it are known.
+
+        Args:
+            returned: what the last step returned where the steps before it returned the next parameters.
+        """
+        before = self.given()
+        after = self._sums(before) if returned is None and self.model.is_sum else returned
+        self.end(before, after)
+        return after is not None
+
+    def _sums(self, before: Params) -> Params | None:
+        """The sums of parameters and updates, as optax adds them; None if either is unknown."""
+        updates = self.update.values["updates"]
+        arrays = [value.array for value in (*before.values(), *updates)]
+        if not updates or any(_is_gone(array) for array in arrays) or any(value.by_rank for value in updates):
+            return None
+        pairs = zip(before.items(), updates, strict=True)
+        return OrderedDict(
+            (name, Value((value.array + each.array).astype(value.array.dtype))) for (name, value), each in pairs
+        )
+
+
+class Model:
+    """Parameters that one optimizer of the script updates.
+
+    Attributes:
+        names, shapes: of the parameters.
+        is_added_by_optax: whether a function of optax has added its updates.
+        update: one whose parameters are not known yet, and which may be one of several small ones; `gradients` are its.
+        open_turn: one of which only the parameters after it are not known.
+        is_sum: whether the parameters after all turns so far were the sums of parameters and updates; None: not known.
+        after: the parameters after the last iteration of a scan.
+        num_turns: the number of its turns.
+        arrays: its arrays in its last turn, by their ids, which tell it from other models with parameters of the same names.
+        first_params: its parameters before and after its turns in the first step, by their ids, as the script's variables have
+            them.
+    """
+
+    def __init__(self, update: Tap) -> None:
+        self.names, self.shapes = update.about
+        self.is_added_by_optax = False
+        self.update: Tap | None = None
+        self.update_in_scan = False
+        self.gradients: Sequence[Gradient] = ()
+        self.open_turn: Turn | None = None
+        self.is_sum: bool | None = None
+        self.after: Params = OrderedDict()
+        self.num_turns = 0
+        self.arrays: dict[int, Any] = {}
+        self.first_params: dict[int, Any] = {}
+
+    def matching(self, params: Mapping[str, Value]) -> Params | None:
+        """The parameters of this model among others, by names or else by order; None if their shapes are others, or unknown."""
+        if set(self.names) <= params.keys():
+            found = [params[name] for name in self.names]
+        elif len(params) == len(self.names):
+            found = [*params.values()]
+        else:
+            return None
+        if any(value.array is None for value in found):
+            return None
+        wholes = [whole(value) for value in found]
+        if tuple(tuple(value.array.shape) for value in wholes) != self.shapes:
+            return None
+        return OrderedDict(zip(self.names, wholes, strict=True))
+
+    def gradients_among(self, gradients: Sequence[Gradient], *, is_alone: bool) -> Sequence[Gradient]:
+        """The gradients that the update gets: those of its arrays, or else all with the shapes of the parameters, which the
+        script adds up. If there are other models, those that are known to be taken at other parameters are not its."""
+        assert self.update is not None
+        given = {id(value.array) for value in self.update.values["grads"] if value.array is not None}
+        if own := [each for each in gradients if any(id(grad()) in given for grad in each.grads)]:
+            return own
+        shapes = sorted(self.shapes)
+        alike = [each for each in gradients if sorted(each.tap.about[1]) == shapes]
+        if not is_alone and any(each.at.keys() & self.arrays.keys() for each in alike):
+            return [each for each in alike if not each.at or each.at.keys() & self.arrays.keys()]
+        return alike or (gradients if len(gradients) == 1 else [])
+
+    def begin_gradient(self, params: Mapping[str, Value]) -> bool:
+        """A gradient is about to be taken at these parameters; returns whether they end a turn."""
+        if self.open_turn is None or (after := self.matching(params)) is None:
+            return False
+        turn, self.open_turn = self.open_turn, None
+        turn.end(turn.given(), after)
+        return True
+
+    def begin_update(self, update: Tap) -> None:
+        """End a turn before the next update, which may get the parameters after it."""
+        turn, self.open_turn = self.open_turn, None
+        if turn is None:
+            return
+        given = dict(zip(update.about[0], update.values["before"], strict=False))
+        after = self.matching(given)
+        if after is None and not (given and turn.in_scan):  # in a scan values are returned of recorded steps alone
+            raise UsageError(
+                f"the parameters after an update of {listed(self.names)} are not known: neither optax.apply_updates nor the next "
+                f"gradient or update got them; pass them to the update (params=...), or {USE_RECORDER}"
+            )
+        turn.end(turn.given(), after)
+
+
+def arrays_of(tap: Tap, names: Iterable[str], originals: Mapping[int, Any]) -> dict[int, Any]:
+    """The arrays of values of a tap, by their ids.
+
+    Args:
+        originals: the script's arrays by the ids of their copies.
+    """
+    leaves = (value.array for name in names for value in jax.tree.leaves(tap.values.get(name, ())))
+    own = (originals.get(id(leaf), leaf) for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
+    return {id(leaf): leaf for leaf in own}
+
+
+T = TypeVar("T")
+
+
+def of_parameters(apply: Tap, updated: Sequence[T], names: Callable[[T], Sequence[str]]) -> list[tuple[T, Tap]]:
+    """What an application of updates is of: those that have the names of all its parameters, or else of a part of them, each
+    with the application to its parameters alone. Optimizers such as `optax.lookahead` update a tree that has the parameters of
+    the loss function as its first part.
+
+    Args:
+        updated: what has been updated.
+        names: of the parameters of one of them.
+    """
+    whole = [each for each in updated if set(names(each)) == set(apply.about[0])]
+    parts = ((each, _part_of(apply, names(each), is_whole=bool(whole))) for each in whole or updated)
+    return [(each, part) for each, part in parts if part is not None]
+
+
+def _part_of(apply: Tap, names: Sequence[str], *, is_whole: bool) -> Tap | None:
+    found = {name: i for i, name in enumerate(apply.about[0])}
+    leads = {""} if is_whole else {name.removesuffix(names[0]) for name in found if name.endswith(f".{names[0]}")}
+    for lead in sorted(leads, key=lambda lead: found[f"{lead}{names[0]}"]):
+        if all(f"{lead}{name}" in found for name in names):
+            at = [found[f"{lead}{name}"] for name in names]
+            values = {what: tuple(each[i] for i in at) for what, each in apply.values.items()}
+            return replace(apply, about=(tuple(names),), values=values)
+    return None
+
+
+def listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Whether two parameters have other values; one that was donated has changed since."""
+    if a is b or a is None or b is None:
+        return False
+    if any(isinstance(each, jax.Array) and each.is_deleted() for each in (a, b)):
+        return True
+    return not np.array_equal(a, b, equal_nan=True)
+
+
+def _is_gone(array: Any) -> bool:
+    return array is None or (isinstance(array, jax.Array) and array.is_deleted())
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(jnp.array_equal(a, b, equal_nan=True))
+
+
+def named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
+    return OrderedDict(zip(tap.about[0], map(whole, tap.values[what]), strict=True))
+
+
+def _known(value: Value, otherwise: Value | None) -> Value:
+    return otherwise if value.array is None and otherwise is not None else value
+
+
+def whole(value: Value) -> Value:
+    """A value that all ranks have alike, as an array on their devices."""
+    if value.array is None or not value.by_rank:
+        return value
+    rows = [part.data[0] for part in value.array.addressable_shards]
+    sharding = NamedSharding(value.array.sharding.mesh, PartitionSpec())
+    return Value(jax.make_array_from_single_device_arrays(value.array.shape[1:], sharding, rows))

@@ -1,0 +1,167 @@
+"""Scripts of JAX that train several models: what is recorded of them as one, against what they compute."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.recording.perturbed_runs import perturbed_values
+from crossframe.verdict import Verdict, compare
+from tests.on_jax.helpers.scripts import FUNCTIONS, HEAD
+from tests.on_jax.recorder.test_script import plain, run
+
+__all__ = ["run"]
+
+NETS = (
+    HEAD
+    + """
+def net(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["v"]
+def made(seed, width, out):
+    keys = jax.random.split(jax.random.key(seed))
+    return {"v": jax.random.normal(keys[0], (4, out)), "w": jax.random.normal(keys[1], (width, 4))}
+def updated(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+tx, losses = optax.adam(0.01), []
+"""
+)
+GENERATOR = (
+    NETS
+    + """
+maker, judge = made(0, 3, 6), made(1, 6, 1)
+maker_state, judge_state = tx.init(maker), tx.init(judge)
+@jax.jit
+def step(maker, judge, maker_state, judge_state, real, noise):
+    def judge_loss(judge):
+        return jnp.square(net(judge, real) - 1).mean() + jnp.square(net(judge, net(maker, noise))).mean()
+    first, grads = jax.value_and_grad(judge_loss)(judge)
+    judge, judge_state = updated(judge, judge_state, jax.tree.map(lambda grad: grad * FAULT, grads))
+    def maker_loss(maker):
+        return jnp.square(net(judge, net(maker, noise)) - 1).mean()
+    second, grads = jax.value_and_grad(maker_loss)(maker)
+    maker, maker_state = updated(maker, maker_state, grads)
+    return maker, judge, maker_state, judge_state, [first, second]
+for batch in batches:
+    *found, both = step(maker, judge, maker_state, judge_state, batch["image"], batch["image"][:, :3])
+    maker, judge, maker_state, judge_state = found
+    losses.append(both)
+result = {"maker": maker, "judge": judge}
+"""
+)
+CRITICS = (
+    NETS
+    + """
+class Agent: pass
+agent = Agent()
+agent.actor, agent.first, agent.second = made(0, 6, 2), made(1, 8, 1), made(2, 8, 1)
+agent.states = [tx.init(agent.actor), tx.init(agent.first), tx.init(agent.second)]
+def value(params, x, actions):
+    return net(params, jnp.concatenate([x, actions], 1))
+@jax.jit
+def criticise(agent, states, x):
+    actor, *critics = agent
+    actions = net(actor, x)
+    both = [jax.value_and_grad(lambda params: jnp.square(value(params, x, actions) - 1).mean())(each) for each in critics]
+    grads = [both[0][1], jax.tree.map(lambda grad: grad * FAULT, both[1][1])]
+    after = [updated(*each) for each in zip(critics, states, grads)]
+    return [params for params, _ in after], [state for _, state in after], [loss for loss, _ in both]
+@jax.jit
+def act(actor, critic, state, x):
+    loss, grads = jax.value_and_grad(lambda actor: -value(critic, x, net(actor, x)).mean())(actor)
+    return *updated(actor, state, grads), [loss]
+for i in range(5):
+    x = batches[i % 3]["image"]
+    (agent.first, agent.second), agent.states[1:], both = criticise(
+        [agent.actor, agent.first, agent.second], agent.states[1:], x
+    )
+    losses.append(both)
+    if i % 2:
+        agent.actor, agent.states[0], own = act(agent.actor, agent.first, agent.states[0], x)
+        losses.append(own)
+        result = {"actor": agent.actor, "first": agent.first, "second": agent.second}
+"""
+)
+SCRIPTS = {
+    "in one call": (GENERATOR, {"judge": (1, 1), "maker": (2, 2)}, 3, 2),
+    "critics of the same shapes, an actor in every second call": (
+        CRITICS,
+        {"first": (3, 1), "second": (4, 2), "actor": (5, 3)},
+        2,
+        5,
+    ),
+}
+"""Each with the forwards before the last update of a model and its place in the list of losses, steps, and losses of a step."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_models_that_take_turns_are_recorded_as_one(tmp_path, run, name):
+    text, turns, num_steps, num_losses = SCRIPTS[name]
+    wanted = plain(text)
+    status, variables = run(text, every=1)
+    assert status == 0
+    found, last = Recording.open(tmp_path / "out"), jax.tree.leaves(variables["result"])
+    assert [leaf.tobytes() for leaf in map(np.asarray, wanted)] == [leaf.tobytes() for leaf in map(np.asarray, last)]
+    assert found.num_steps == num_steps
+    assert sorted(found.manifest.params) == sorted(f"{model}.{own}" for model in turns for own in "vw")
+    for model, params in variables["result"].items():
+        for own, values in params.items():
+            np.testing.assert_array_equal(found.full("update", num_steps - 1, f"{model}.{own}"), values)
+            assert found.turn(0, f"{model}.{own}") == turns[model][0]
+    losses = [float(loss) for own in variables["losses"] for loss in own][: num_steps * num_losses]
+    each = [found.backwards(step, 0) for step in range(num_steps)]
+    assert [forwards for own in each for forwards, _ in own] == [*range(1, num_losses + 1)] * num_steps
+    np.testing.assert_allclose([loss for own in each for _, loss in own], losses, rtol=1e-6)
+    np.testing.assert_allclose(found.losses_at(0)[0], sum(losses[:num_losses]), rtol=1e-6)
+    # Parameters of others are no samples.
+    assert {len(found.batch(step, 0).inputs) for step in range(num_steps)} == {len(found.batch(0, 0).inputs)}
+
+
+# Of several updates in a step the last one is recorded: the first fault of the critic is seen in its next loss.
+@pytest.mark.parametrize(("name", "places"), [*zip(SCRIPTS, ({"judge.w", "judge.v"}, {None}), strict=True)])
+def test_a_fault_in_one_turn_is_found_before_the_next(tmp_path, run, name, places):
+    for folder, fault in (("a", 1.0), ("b", 1.0), ("c", 1.5)):
+        assert run(SCRIPTS[name][0], folder, fault, every=1)[0] == 0
+    a, b, c = (Recording.open(tmp_path / folder) for folder in "abc")
+    assert compare(a, b).verdict is Verdict.EQUAL
+    found = compare(a, c)
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None and where.step == 0
+    assert where.parameter in places and where.phase == ("forward" if where.parameter is None else "reduce")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_model_of_a_perturbed_run_is_moved_once(tmp_path, run, name):
+    for number in range(2):
+        assert run(SCRIPTS[name][0], perturbed_run=number, every=1)[0] == 0
+    found = Recording.open(tmp_path / "out")
+    (other,) = found.perturbed_runs()
+    for param in found.manifest.params:
+        own, moved = (each.full("parameters", 0, param) for each in (found, other))
+        np.testing.assert_array_equal(moved, perturbed_values(param.partition(".")[2], own, 1))
+        last = [each.full("update", found.num_steps - 1, param) for each in (found, other)]
+        np.testing.assert_allclose(*last, rtol=0, atol=1e-5)
+
+
+def test_a_model_that_is_never_trained_is_not_waited_for(tmp_path, run, capsys):
+    text = (
+        FUNCTIONS
+        + """
+tx = optax.sgd(0.1)
+state, unused = tx.init(params), tx.init({"w": jnp.ones((2, 2))})
+@jax.jit
+def step(params, x, y):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    return optax.apply_updates(params, tx.update(grads, state)[0]), loss
+for i in range(12):
+    params, loss = step(params, batches[i % 3]["image"], batches[i % 3]["label"])
+result = params
+"""
+    )
+    status, variables = run(text, every=1)
+    said = re.search(r"(\d+) updates before the recording began .* of 2 models", capsys.readouterr().err)
+    found = Recording.open(tmp_path / "out")
+    assert status == 0 and said is not None and int(said[1]) + found.num_steps == 12
+    np.testing.assert_array_equal(found.full("update", found.num_steps - 1, "out.w"), variables["result"]["out"]["w"])
