@@ -48,7 +48,27 @@ for batch in batches:
     *found, both = step(maker, judge, maker_state, judge_state, batch["image"], batch["image"][:, :3])
     maker, judge, maker_state, judge_state = found
     losses.append(both)
-result = {"maker": maker, "judge": judge}
+result, states = {"maker": maker, "judge": judge}, {"maker": maker_state, "judge": judge_state}
+"""
+)
+BOTH_FIRST = (
+    NETS
+    + """
+maker, judge = made(0, 3, 6), made(1, 6, 1)
+maker_state, judge_state = tx.init(maker), tx.init(judge)
+@jax.jit
+def step(maker, judge, maker_state, judge_state, real, noise):
+    first, grads = jax.value_and_grad(lambda params: jnp.square(net(params, real) - 1).mean())(judge)
+    updates, judge_state = tx.update(jax.tree.map(lambda grad: grad * FAULT, grads), judge_state, judge)
+    second, others = jax.value_and_grad(lambda params: jnp.square(net(params, noise)).mean())(maker)
+    more, maker_state = tx.update(others, maker_state, maker)
+    judge, maker = optax.apply_updates(judge, updates), optax.apply_updates(maker, more)
+    return maker, judge, maker_state, judge_state, [first, second]
+for batch in batches:
+    *found, both = step(maker, judge, maker_state, judge_state, batch["image"], batch["image"][:, :3])
+    maker, judge, maker_state, judge_state = found
+    losses.append(both)
+result, states = {"maker": maker, "judge": judge}, {"maker": maker_state, "judge": judge_state}
 """
 )
 CRITICS = (
@@ -60,45 +80,54 @@ agent.actor, agent.first, agent.second = made(0, 6, 2), made(1, 8, 1), made(2, 8
 agent.states = [tx.init(agent.actor), tx.init(agent.first), tx.init(agent.second)]
 def value(params, x, actions):
     return net(params, jnp.concatenate([x, actions], 1))
+slow = jax.tree.map(jnp.copy, agent.first)
 @jax.jit
-def criticise(agent, states, x):
-    actor, *critics = agent
-    actions = net(actor, x)
-    both = [jax.value_and_grad(lambda params: jnp.square(value(params, x, actions) - 1).mean())(each) for each in critics]
-    grads = [both[0][1], jax.tree.map(lambda grad: grad * FAULT, both[1][1])]
-    after = [updated(*each) for each in zip(critics, states, grads)]
-    return [params for params, _ in after], [state for _, state in after], [loss for loss, _ in both]
+def criticise(bare, critics, states, x):
+    actions = net({"v": bare[0], "w": bare[1]}, x)
+    after, losses = [], []
+    for params, state, factor in zip(critics, states, (1, FAULT)):
+        loss, grads = jax.value_and_grad(lambda params: jnp.square(value(params, x, actions) - 1).mean())(params)
+        updates, state = tx.update(jax.tree.map(lambda grad: grad * factor, grads), state, params)
+        after.append((params, updates, state))
+        losses.append(loss)
+    added = [optax.apply_updates(params, updates) for params, updates, _ in after]
+    return added, [state for _, _, state in after], losses
 @jax.jit
-def act(actor, critic, state, x):
-    loss, grads = jax.value_and_grad(lambda actor: -value(critic, x, net(actor, x)).mean())(actor)
+def act(actor, slow, state, x):
+    loss, grads = jax.value_and_grad(lambda actor: -value(slow, x, net(actor, x)).mean())(actor)
     return *updated(actor, state, grads), [loss]
 for i in range(5):
     x = batches[i % 3]["image"]
+    slow = jax.tree.map(lambda own, slow: 0.9 * slow + 0.1 * own, agent.first, slow)
     (agent.first, agent.second), agent.states[1:], both = criticise(
-        [agent.actor, agent.first, agent.second], agent.states[1:], x
+        [agent.actor["v"], agent.actor["w"]], [agent.first, agent.second], agent.states[1:], x
     )
     losses.append(both)
     if i % 2:
-        agent.actor, agent.states[0], own = act(agent.actor, agent.first, agent.states[0], x)
+        agent.actor, agent.states[0], own = act(agent.actor, slow, agent.states[0], x)
         losses.append(own)
         result = {"actor": agent.actor, "first": agent.first, "second": agent.second}
+        states = dict(zip(result, agent.states))
 """
 )
 SCRIPTS = {
-    "in one call": (GENERATOR, {"judge": (1, 1), "maker": (2, 2)}, 3, 2),
+    "in one call": (GENERATOR, {"judge": 1, "maker": 2}, 3, 2, 2),
+    "updates are added when all are made": (BOTH_FIRST, {"judge": 1, "maker": 2}, 3, 2, 2),
     "critics of the same shapes, an actor in every second call": (
         CRITICS,
-        {"first": (3, 1), "second": (4, 2), "actor": (5, 3)},
+        {"first": 3, "second": 4, "actor": 5},
         2,
         5,
+        1,
     ),
 }
-"""Each with the forwards before the last update of a model and its place in the list of losses, steps, and losses of a step."""
+"""Each with the number of forwards before the last update of a model in a step, of steps, of losses of a step, and of arrays
+of a batch."""
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_models_that_take_turns_are_recorded_as_one(tmp_path, run, name):
-    text, turns, num_steps, num_losses = SCRIPTS[name]
+    text, turns, num_steps, num_losses, num_inputs = SCRIPTS[name]
     wanted = plain(text)
     status, variables = run(text, every=1)
     assert status == 0
@@ -109,18 +138,23 @@ def test_models_that_take_turns_are_recorded_as_one(tmp_path, run, name):
     for model, params in variables["result"].items():
         for own, values in params.items():
             np.testing.assert_array_equal(found.full("update", num_steps - 1, f"{model}.{own}"), values)
-            assert found.turn(0, f"{model}.{own}") == turns[model][0]
+            assert found.turn(0, f"{model}.{own}") == turns[model]
+            moments = variables["states"][model][0].mu[own]
+            np.testing.assert_array_equal(found.full("state", num_steps - 1, f"{model}.{own}", use="exp_avg"), moments)
     losses = [float(loss) for own in variables["losses"] for loss in own][: num_steps * num_losses]
     each = [found.backwards(step, 0) for step in range(num_steps)]
     assert [forwards for own in each for forwards, _ in own] == [*range(1, num_losses + 1)] * num_steps
     np.testing.assert_allclose([loss for own in each for _, loss in own], losses, rtol=1e-6)
     np.testing.assert_allclose(found.losses_at(0)[0], sum(losses[:num_losses]), rtol=1e-6)
-    # Parameters of others are no samples.
-    assert {len(found.batch(step, 0).inputs) for step in range(num_steps)} == {len(found.batch(0, 0).inputs)}
+    # Parameters of other models, and slow copies of them, are no samples.
+    assert [len(found.batch(step, 0).inputs) for step in range(num_steps)] == [num_inputs] * num_steps
+    assert {len(found.batch(step, 0).sample_ids) % 8 for step in range(num_steps)} == {0}
 
 
 # Of several updates in a step the last one is recorded: the first fault of the critic is seen in its next loss.
-@pytest.mark.parametrize(("name", "places"), [*zip(SCRIPTS, ({"judge.w", "judge.v"}, {None}), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "places"), [*zip(SCRIPTS, ({"judge.w", "judge.v"}, {"judge.w", "judge.v"}, {None}), strict=True)]
+)
 def test_a_fault_in_one_turn_is_found_before_the_next(tmp_path, run, name, places):
     for folder, fault in (("a", 1.0), ("b", 1.0), ("c", 1.5)):
         assert run(SCRIPTS[name][0], folder, fault, every=1)[0] == 0
