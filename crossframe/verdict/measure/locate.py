@@ -132,14 +132,14 @@ def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:
     a, b = q.a.reshape(-1), q.b.reshape(-1)
     one_sided, shared = not_finite(a, b)
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.where(one_sided | shared, 0.0, np.abs(a.astype(np.float64) - b.astype(np.float64)))
+        apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
     if judgement.one_sided:
         return one_sided, one_sided.astype(np.float64)
     if q.bound is None and a.dtype != b.dtype:
         return apart > 0, apart
     if q.bound is None:
         bits = [np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (a, b)]
-        return (bits[0] != bits[1]).any(axis=1), apart
+        return (bits[0] != bits[1]).any(axis=1) & ~shared, apart
     return apart > q.bound * q.scale / np.sqrt(a.size), apart
 
 

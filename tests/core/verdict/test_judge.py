@@ -73,8 +73,9 @@ def test_an_element_at_its_share_of_the_bound_is_not_off():
     assert (where.start, where.stop) == (2, 3)
 
 
-def test_an_element_that_is_not_finite_on_both_sides_is_not_off():
-    found = judge(quantity([INF, 0.0, 0.0, NAN], [INF, 0.0, 3.0, NAN], rank=0))
+@pytest.mark.parametrize("bound", [0.5, None])
+def test_an_element_that_is_not_finite_on_both_sides_is_not_off(bound):
+    found = judge(quantity([INF, 0.0, 0.0, NAN], [INF, 0.0, 3.0, -NAN], rank=0, bound=bound))
     where = locate(found, synthetic.manifest())
     assert (where.start, where.stop) == (2, 3)
 
