@@ -257,7 +257,7 @@ def _masked(x: np.ndarray, given: Projections, right: Attention, tolerance: floa
         return None
     if distance(x[:SCREENED], whole) <= tolerance and distance(x, right.of(given)) <= tolerance:
         return right
-    if not 2 < given.k.shape[1] <= MOST_KEYS:
+    if given.k.shape[1] > MOST_KEYS:
         return None
     if right.causal and not _starts_alike(x[:SCREENED], whole, tolerance):
         return None

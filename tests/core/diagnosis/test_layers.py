@@ -18,7 +18,7 @@ from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.verdict import PairVerdict, Verdict, compare
-from crossframe.verdict.diagnosis.attention_fits import Attention, Projections, attention_of
+from crossframe.verdict.diagnosis.attention_fits import MOST_KEYS, Attention, Projections, attention_of
 from crossframe.verdict.diagnosis.fit import Contrast
 from crossframe.verdict.diagnosis.layer_fits import other_kernel, pooled, rows_off
 from crossframe.verdict.diagnosis.module_fits import norm_epsilons
@@ -386,6 +386,18 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     assert found is not None and found.kind == "scale" and abs(found.wrong.factor - 0.7) < 1e-9
     noise = Contrast.of(sides.right, sides.right + 1e-3 * drawn("noise", *sides.right.shape), 1e-12)
     assert attention_of(noise, (given, given), 2.0**-53) is None
+
+
+@pytest.mark.parametrize("num_keys", [2, MOST_KEYS])
+def test_masked_keys_are_found_among_few_and_many(num_keys: int) -> None:
+    q, k, v = (drawn(f"masked {each}", 3, num_keys, 8) for each in "qkv")
+    given = Projections(q, k, v)
+    own, other = (np.arange(num_keys) < num_keys - np.array(less)[:, None] for less in ((0, 1, 0), (1, 0, 1)))
+    right = Attention(2, 2, causal=False, factor=0.5, keys=own)
+    sides = Contrast.of(right.of(given), replace(right, keys=other).of(given), 1e-12)
+    found = attention_of(sides, (given, given), 2.0**-53)
+    assert found is not None and found.kind == "keys"
+    assert np.array_equal(found.right.keys, own) and np.array_equal(found.wrong.keys, other)  # type: ignore[arg-type]
 
 
 def test_a_wide_bound_explains_no_layer() -> None:
