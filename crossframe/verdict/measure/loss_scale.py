@@ -197,7 +197,9 @@ def _factors(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float
     factors, weights = [], []
     for a, b in pairs:
         x, y = (np.asarray(side, np.float64).reshape(-1) for side in (a, b))
-        square, product, weight = float(x @ x), float(x @ y), float(min(x @ x, y @ y))
+        # Unlike `@`, np.vdot overflows without a warning.
+        square, product, other = float(np.vdot(x, x)), float(np.vdot(x, y)), float(np.vdot(y, y))
+        weight = min(square, other)
         if weight > 0 and math.isfinite(product) and math.isfinite(square):
             factors.append(product / square)
             weights.append(weight)

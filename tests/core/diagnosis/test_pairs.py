@@ -392,6 +392,23 @@ def test_a_single_loss_has_a_factor_if_gradients_have_it(
         assert found is None or "and so do the gradients" in found.evidence
 
 
+def test_gradients_whose_squares_overflow_confirm_no_factor(tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"dtype": "float64", "world_size": 1}
+
+    def faults(factor: float, bias: float) -> Faults:
+        def local(step: int, rank: int, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: np.full_like(g, bias) if name == "norm.bias" else factor * g for name, g in grads.items()}
+
+        return Faults(
+            loss=lambda s, x: factor * x, local=local, mean=lambda s, n, grads, old: np.ones_like(grads[0][n])
+        )
+
+    for quantity, found in both_ways(
+        record(tmp_path / "right", faults(1.0, 0.0), **alone), tmp_path, faults(0.5, 1e200), **alone
+    ):
+        assert quantity.event == "loss" and found is None, found
+
+
 def test_local_gradients_in_the_dtype_of_the_reduction_are_named(tmp_path: Path) -> None:
     stated: dict[str, Any] = SINGLE | {"other": {"reduce_dtype": "bfloat16"}}
     faults = Faults(local=lambda s, r, grads: {n: g.astype(ml_dtypes.bfloat16) for n, g in grads.items()})
