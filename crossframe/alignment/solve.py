@@ -179,7 +179,7 @@ def _assignments(
 
 
 def _loops(order: np.ndarray, axes: tuple[int, ...]) -> list[tuple[int, int, int]] | None:
-    """(dim, size, stride) of the loops of each of these dims, if they count all of `range(order.size)` once."""
+    """(dim, size, stride) of the loops of each of these dims, if their sum is this permutation of `range(order.size)`."""
     if order.flat[0] != 0:
         return None
     loops, total = [], np.zeros((), np.int64)
@@ -189,10 +189,7 @@ def _loops(order: np.ndarray, axes: tuple[int, ...]) -> list[tuple[int, int, int
             return None
         loops += [(axis, *digit) for digit in digits]
         total = total + along.reshape([-1 if k == i else 1 for k in range(order.ndim)])
-    strides = sorted(((stride, size) for _, size, stride in loops))
-    steps = [1, *np.cumprod([size for _, size in strides])]
-    counts_all = [stride for stride, _ in strides] == steps[:-1] and steps[-1] == order.size
-    return loops if counts_all and np.array_equal(total, order) else None
+    return loops if (total == order).all() else None
 
 
 def _pattern(loops: list[tuple[int, int, int, int]], first: tuple[int, ...], second: tuple[int, ...]) -> Rearrangement:

@@ -128,7 +128,7 @@ class Manifest:
         _expect_names("units", (each for spec in specs for each in (spec.name, *spec.aliases)))
         _expect_names("param_map", (path for entry in self.param_map.entries for path in entry.paths))
         check_settings(self.settings)
-        unmapped = sorted(set(self.params) - set(self.param_map.by_name))
+        unmapped = [name for name in self.params if name not in self.param_map.by_name]
         _expect(not unmapped, "param_map", "an entry for every parameter", f"none for {unmapped[:4]}")
 
     @property

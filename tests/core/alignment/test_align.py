@@ -82,6 +82,12 @@ def test_another_order_of_rows_is_no_rearrangement():
     assert solve(changed, array) is None
 
 
+def test_rows_with_the_elements_of_columns_are_no_rows():
+    array = (values((4, 4)) + values((4, 4)).T)[[0, 1, 3, 2]]
+    found = solve(array.T, array.reshape(2, 2, 2, 2))
+    assert found is not None and found.text == "a b=2 c d=2 -> (c d) (a b)"
+
+
 @QUICK
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_every_transposition_and_join_is_among_the_rearrangements(shape, data):
@@ -203,6 +209,12 @@ def test_rows_in_another_order_that_no_blocks_explain_are_undecided(change):
     array = values((12, 5))
     found = align({"a": array}, {"b": change(array)})
     assert [each.names for each in found.undecided] == [("a",)] and not found.param_map.entries
+
+
+@pytest.mark.parametrize(("rows", "num_blocks", "found"), [(2, 2, False), (4, 2, True), (16, 8, True), (18, 9, False)])
+def test_up_to_eight_blocks_of_two_rows_or_more_have_an_order(rows, num_blocks, found):
+    array = values((rows, 5))
+    assert (solve_blocks(array, gates(array, (1, 0, *range(2, num_blocks)))) is not None) == found
 
 
 def test_blocks_with_equal_values_have_no_order():
