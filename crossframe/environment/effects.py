@@ -84,7 +84,7 @@ def _words(*words: str) -> str:
 
 
 _OUTPUT = _words(
-    *("out", "output", "log", "logs", "logging", "logger", "wandb", "tensorboard", "verbose", "quiet", "port", "notes"),
+    *("out", "output", "logs?", "logging", "logger", "wandb", "tensorboard", "verbose", "quiet", "port", "notes"),
     *(
         "tags?",
         "print",
@@ -99,7 +99,7 @@ _OUTPUT = _words(
     ),
 )
 _IN_LOGGER = r"(.*: )?.*\b(wandb|logger|logging|tensorboard|mlflow)\..*"
-_PATH = _words("dir", "directory", "path", "root", "cache", "folder", "file", "files")
+_PATH = _words("dir", "directory", "path", "root", "cache", "folder", "files?")
 _NUMERIC = _words(
     *(
         "lr",
@@ -123,8 +123,7 @@ _NUMERIC = _words(
         "depth",
         "layers?",
         "heads?",
-        "dim",
-        "dims",
+        "dims?",
         "dtype",
         "precision",
         "bf16",

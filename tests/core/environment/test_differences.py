@@ -73,17 +73,24 @@ def test_each_row_of_the_table_is_reached_by_its_own_facts():
         assert row_of(row.section, name, row.device or CPU)[0] == i, (row, name)
 
 
-# Of nanoGPT's train.py and of the TrainingArguments and configurations of transformers.
+# Of nanoGPT's train.py and of the TrainingArguments and configurations of transformers; then of other scripts.
 CHANGE_NUMBERS = """batch_size block_size n_layer n_head n_embd dropout learning_rate weight_decay beta1 beta2 grad_clip decay_lr
     warmup_iters lr_decay_iters min_lr dtype gradient_accumulation_steps init_from dataset per_device_train_batch_size
     lr_scheduler_type warmup_ratio adam_beta1 adam_epsilon max_grad_norm label_smoothing_factor tokenizer_name max_seq_length bf16
     fp16 optim seed vocab_size hidden_size num_attention_heads rope_theta tie_word_embeddings torch_dtype attention_dropout
-    initializer_range rms_norm_eps num_experts resume_from_checkpoint hidden_act activation_function"""
+    initializer_range rms_norm_eps num_experts resume_from_checkpoint hidden_act activation_function
+    bs opt_eps opt_betas momentum wd width depth dim mlp_dims amp optimizer scheduler noise_schedule clip_mode
+    gradient_clipping grad_accum_steps arch architecture seq_len max_length resume initial_checkpoint ckpt pretrained shuffle
+    augment bce_loss temperature scale rope_scaling theta"""
 OUTPUTS = """out_dir log_interval wandb_log wandb_project wandb_run_name output_dir logging_steps logging_dir save_steps
-    save_total_limit run_name dataloader_num_workers"""
+    save_total_limit run_name dataloader_num_workers logger logs tensorboard verbose quiet master_port notes tags print_freq
+    profile profiler exp_name experiment progress_bar"""
+PATHS = """data_dir model_directory checkpoint_path data_root dataset_cache image_data_folder vocab_file data_files"""
 
 
-@pytest.mark.parametrize(("names", "effect"), [(CHANGE_NUMBERS, Effect.CERTAINLY), (OUTPUTS, Effect.HARDLY)])
+@pytest.mark.parametrize(
+    ("names", "effect"), [(CHANGE_NUMBERS, Effect.CERTAINLY), (PATHS, Effect.POSSIBLY), (OUTPUTS, Effect.HARDLY)]
+)
 def test_options_of_known_scripts_have_the_right_effect(names, effect):
     for name in names.split():
         for section, option in (("command", f"--{name}"), ("configuration", f"a.yaml: train.{name}")):

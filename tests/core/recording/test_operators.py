@@ -206,7 +206,9 @@ def test_operators_near_the_difference_are_drawn():
         if each.get("class") == "panel"
     }
     assert len(rectangles) == 6
+    starts = [(float(each.get("x", "nan")), float(each.get("y", "nan"))) for each in drawn.iter(f"{SVG}text")]
     for x, y, w, h in rectangles:
+        assert sum(x < at < x + w and y < line < y + h for at, line in starts) == 3
         assert 0 < x < x + w < width and 0 < y < y + h < height
         assert sum(x < x2 + w2 and x2 < x + w and y < y2 + h2 and y2 < y + h for x2, y2, w2, h2 in rectangles) == 1
     assert max(x + w for x, _, w, _ in rectangles) == width - min(x for x, *_ in rectangles)  # equal margins

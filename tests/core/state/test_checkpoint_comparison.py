@@ -159,6 +159,14 @@ NAN = float("nan")
             id="size",
         ),
         pytest.param(
+            np.array([[1, NAN, 3], [4, 5, 6]]),
+            np.array([[1, 4], [NAN, 5], [3, 6]]),
+            "transposed",
+            "incomparable",
+            "'w' has another shape: [2, 3] in one, [3, 2] in two; it is transposed",
+            id="a transposed shape",
+        ),
+        pytest.param(
             np.array([[1, NAN], [3, 4]]),
             np.array([[1, 3], [NAN, 4]]),
             "transposed",

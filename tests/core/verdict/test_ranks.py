@@ -23,6 +23,15 @@ def test_every_rank_that_is_off_is_said(tmp_path, phase, ranks):
     assert said in found.reason, found.reason
 
 
+def test_zeros_of_a_parameter_alone_on_its_rank_are_no_missing_rank(tmp_path):
+    made = synthetic.manifest(5)
+    zeros = synthetic.only("reduce", "bias", np.zeros_like)
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=zeros)
+    assert [piece.name for piece in made.units[0][1].pieces(4)] == ["bias"]
+    found = compare(a, b)
+    assert found.first_divergence.parameter == "bias" and found.diagnosis is None
+
+
 @pytest.mark.parametrize("detail", ["full", "sketch"])
 def test_gradients_of_an_optimizer_that_reduces_are_compared_by_their_means(tmp_path, monkeypatch, detail):
     monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
