@@ -3,7 +3,8 @@
 They are replaced before the script imports them, and report to the current `Collector`; without one, they are JAX's own.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax_backend.recorder._transformations import (
     device_put,
     fori_loop,
     named_call,
+    older_shard_map,
     pmap,
     reshard,
     scan,
@@ -45,6 +47,9 @@ class Patches:
         replace(jax, "device_put", device_put)
         for place in (jax, jax.sharding):
             replace(place, "reshard", reshard)
+        for name, value in (("shard_map", older_shard_map), ("pjit", jit)):
+            with suppress(ImportError):  # which newer versions may not have any more
+                replace(import_module(f"jax.experimental.{name}"), name, value)
         if self._forward_only:
             return self
         replace(jax, "value_and_grad", value_and_grad)

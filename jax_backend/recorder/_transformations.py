@@ -123,6 +123,11 @@ def shard_map(f: Any = None, /, **options: Any) -> Any:
     return call
 
 
+def older_shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_rep: bool = True) -> Any:
+    """`jax.experimental.shard_map.shard_map`."""
+    return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_rep)
+
+
 def pmap(fun: Any = None, *args: Any, **options: Any) -> Any:
     """`jax.pmap`, in which nothing is followed."""
     if fun is None:

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+from importlib import import_module
 
 import jax
 import numpy as np
@@ -457,3 +458,18 @@ def test_an_optimizer_that_is_unpacked_into_two_functions_is_followed(run, tmp_p
     assert run(UNPACKED)[0] == 0
     recording = Recording.open(tmp_path / "out")
     assert recording.num_steps == 3 and set(recording.state_slots(0, "w")) == {"exp_avg", "exp_avg_sq"}
+
+
+OLDER = {"shard_map": (MAPPED, "jax.shard_map"), "pjit": (TWO_CALLS, "jax.jit")}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OLDER)
+def test_functions_are_followed_under_their_older_names(tmp_path, run, name):
+    text, new = OLDER[name]
+    older = f"from jax.experimental.{name} import {name}\n{text.replace(new, name)}"
+    for folder, each in (("new", text), ("old", older)):
+        assert run(each, folder)[0] == 0
+    assert compare(*(Recording.open(tmp_path / folder) for folder in ("new", "old"))).verdict is Verdict.EQUAL
+    module = import_module(f"jax.experimental.{name}")
+    assert name not in vars(module)  # as before
