@@ -32,9 +32,10 @@ class Noted:
         self.clips: list[Any] = []
         self.exempt: tuple[str, ...] | None = ()
         """What the mask of the decay of the last optimizer leaves out, as names of parameters or of trees; None if unknown."""
-        self.trees: set[tuple[tuple[int, ...], ...]] = set()
+        self.trees: list[dict[str, tuple[int, ...]]] = []
         self.leaves: set[tuple[str, tuple[int, ...]]] = set()
-        """The shapes of the trees of parameters whose optimizers were initialised, and (last part of its path, shape) of each."""
+        """The shapes of parameters by their paths, of each model whose optimizer was initialised, and of each parameter the last
+        part of its path with its shape."""
         self.initial: dict[int, Any] = {}
         """The arrays of these parameters by their ids, if there are several trees, until the recording begins."""
 
@@ -46,7 +47,9 @@ class Noted:
     def initialised(self, params: Mapping[str, Any]) -> None:
         """The state of an optimizer of these parameters is made."""
         if params:
-            self.trees.add(tuple(sorted(tuple(leaf.shape) for leaf in params.values())))
+            shapes = {path: tuple(leaf.shape) for path, leaf in params.items()}
+            if not any(_is_same_model(shapes, each) for each in self.trees):
+                self.trees.append(shapes)
             self.initial |= {id(leaf): leaf for leaf in params.values()}
             names = {path: path.rpartition(".")[2] for path in params}
             self.leaves |= {
@@ -151,6 +154,18 @@ def _left_out(mask: Any) -> tuple[str, ...] | None:
 def _takes_rate(maker: Callable) -> bool:
     names = inspect.signature(maker).parameters
     return next(iter(names), "") == "learning_rate" and not maker.__name__.startswith(("scale_by", "_"))
+
+
+def _is_same_model(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether two trees of parameters are of one model, whole or divided over ranks: some have a dim that is larger by a factor
+    that all these have."""
+    if sorted(a.values()) == sorted(b.values()):
+        return True
+    if a.keys() != b.keys() or any(len(a[name]) != len(b[name]) for name in a):
+        return False
+    apart = [[(x, y) for x, y in zip(a[name], b[name], strict=True) if x != y] for name in a]
+    factors = {max(x, y) / min(x, y) if min(x, y) else 0.0 for dims in apart for x, y in dims}
+    return all(len(dims) < 2 for dims in apart) and len(factors) == 1 and all(each.is_integer() for each in factors)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ their last updates.
 """
 
 import functools
+import itertools
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from jax_backend.recorder._script_turns import (
     Turn,
     arrays_of,
     differ,
+    is_gone,
     listed,
     named,
     of_parameters,
@@ -45,39 +47,41 @@ _MOST_WITHOUT_UPDATE = 4
 _MOST_TURNS = 100
 """Of the models of a step. Critics of the first Wasserstein GANs have so many for one of the generator."""
 _MOST_TO_WAIT = 10
-"""Turns of one model after which the first step waits for no other."""
+"""Turns of one model after which the first step waits for no other, since a model may be initialised and not trained."""
 
 
 @dataclass
 class _Step:
-    """The turns of all models.
+    """The turns of all models."""
 
-    Attributes:
-        first, last: of each model.
-        gradients: those of each turn, with its model and loss.
-    """
-
-    first: dict[Model, Turn] = field(default_factory=dict)
-    last: dict[Model, Turn] = field(default_factory=dict)
-    gradients: list[tuple[Model, Any, Sequence[Gradient]]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     is_complete: bool = False
 
-    def add(self, turn: Turn) -> None:
-        """Add a turn of a model. What was recorded of its turn before, unless that was its first one, is let go."""
-        self.first.setdefault(turn.model, turn)
-        self.last[turn.model] = turn
-        self.gradients.append((turn.model, turn.loss, turn.gradients))
+    @property
+    def first(self) -> dict[Model, Turn]:
+        """The first turn of each model."""
+        return {turn.model: turn for turn in reversed(self.turns)}
+
+    @property
+    def last(self) -> dict[Model, Turn]:
+        """The last turn of each model."""
+        return {turn.model: turn for turn in self.turns}
 
     @property
     def loss(self) -> Any:
         """The sum of the losses of all turns."""
-        losses = [loss for _, loss, _ in self.gradients]
+        losses = [turn.loss for turn in self.turns]
         return sum(losses[1:], losses[0])
 
     @property
     def has_ended(self) -> bool:
         """Whether the parameters after all turns are known, or will never be."""
-        return self.is_complete and all(turn.has_ended for turn in (*self.first.values(), *self.last.values()))
+        return self.is_complete and all(turn.is_known for turn in (*self.first.values(), *self.last.values()))
+
+    def drop_between(self, model: Model) -> None:
+        """Let the values of the turns of a model go, but for its first and last one."""
+        for turn in [turn for turn in self.turns if turn.model is model][1:-1]:
+            turn.drop()
 
 
 class Steps:
@@ -230,6 +234,8 @@ class Steps:
             returned: what the last step returned where the steps before it returned the next parameters.
         """
         self._close_updates()
+        if not self._are_all_known:
+            self._wait_no_longer()
         values, are_known = {name: Value(leaf) for name, leaf in returned.items()}, True
         for model in self._models:
             if (turn := model.open_turn) is not None:
@@ -277,35 +283,43 @@ class Steps:
         if not self._steps or self._steps[-1].is_complete:
             self._steps.append(_Step())
         step = self._steps[-1]
-        step.add(turn)
+        step.turns.append(turn)
         if not self._are_all_known:
             self._are_all_known = len({model.shapes for model in self._models}) >= noted.num_models
-            if not self._are_all_known and turn.model.num_turns == _MOST_TO_WAIT:
-                step = self._begin_without_others(turn)
-        if missing := [model for model in self._models if model not in step.last]:
-            if len(step.gradients) > _MOST_TURNS:
-                raise UsageError(
-                    f"{_MOST_TURNS} updates of other parameters passed without one of {listed(missing[0].names)}, which were "
-                    f"updated before; {USE_RECORDER}"
-                )
-        elif self._are_all_known:
-            step.is_complete = True
-            self.number += 1
-            self._gradients = []
-            self._finished(step.loss)
-
-    def _begin_without_others(self, turn: Turn) -> _Step:
-        """Wait no longer for models whose optimizers are initialised, but have not updated them."""
-        step, self._are_all_known = _Step(), True
-        if self._begin is not None:
-            print(
-                f"crossframe: {len(self._steps[-1].gradients) - 1} updates before the recording began are not in it: optimizers "
-                f"of {noted.num_models} models were initialised, and {len(self._models)} of them had updates",
-                file=sys.stderr,
+            if not self._are_all_known:
+                if turn.model.num_turns >= _MOST_TO_WAIT:
+                    self._wait_no_longer()
+                return
+        step.drop_between(turn.model)
+        missing = [model for model in self._models if model not in step.last]
+        if not missing:
+            self._complete(step)
+        elif len(step.turns) > _MOST_TURNS:
+            raise UsageError(
+                f"{_MOST_TURNS} updates of other parameters passed without one of {listed(missing[0].names)}, which were "
+                f"updated before; {USE_RECORDER}"
             )
-        step.add(turn)
-        self._steps[-1] = step
-        return step
+
+    def _complete(self, step: _Step) -> None:
+        step.is_complete = True
+        self.number += 1
+        self._gradients = []
+        self._finished(step.loss)
+
+    def _wait_no_longer(self) -> None:
+        """The models that have had a turn are all. If there is one, each of its turns was a step."""
+        self._are_all_known = True
+        if not self._steps or self._steps[-1].is_complete:
+            return
+        step = self._steps.pop()
+        steps = [step]
+        if len(self._models) == 1:
+            steps = [_Step([turn]) for turn in step.turns]
+            for turn, successor in itertools.pairwise(step.turns):
+                turn.successor = successor
+        for each in steps:
+            self._steps.append(each)
+            self._complete(each)
 
     def _record_ended(self) -> None:
         while self._steps and self._steps[0].has_ended:
@@ -324,10 +338,12 @@ class Steps:
             noted.initial = {}
         leads, last = self._leads, step.last
         before = self._all({model: turn.before for model, turn in step.first.items()})
-        after = self._all({model: turn.after for model, turn in last.items()})
+        after = self._all({model: turn.kept_after for model, turn in last.items()})
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
         microbatches = [
-            (model, each.tap, _microbatches(each.tap, each.batch)) for model, _, own in step.gradients for each in own
+            (turn.model, each.tap, _microbatches(each.tap, each.batch))
+            for turn in step.turns
+            for each in turn.gradients
         ]
         if self.recorder is None:
             assert self._begin is not None
@@ -355,7 +371,7 @@ class Steps:
             rate = _rate(last[model].update.values["state"], state)
         self.recorder.step(
             loss=_loss(step.loss, grid),
-            params=self._known({model: turn.after for model, turn in last.items()}),
+            params=self._known({model: turn.kept_after for model, turn in last.items()}),
             grads=self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()}),
             opt_state=state,
             batch=batches,
@@ -376,11 +392,12 @@ class Steps:
     def _add_interiors(self, step: _Step, params: Any) -> None:
         assert self.recorder is not None
         grid = self.recorder.grid
-        for model, _, gradients in step.gradients:
-            parts = [_microbatches(each.tap, each.batch) for each in gradients]
+        for turn in step.turns:
+            model = turn.model
+            parts = [_microbatches(each.tap, each.batch) for each in turn.gradients]
             unique = {tuple(map(id, part)): part for each in parts for part in each}
             cut = _Cut.of([part for part in unique.values() if part], sum(map(len, parts)), grid)
-            for each, own in zip(gradients, parts, strict=True):
+            for each, own in zip(turn.gradients, parts, strict=True):
                 for interior in _interiors(each.tap, own, params, grid, model.names, cut, self._leads[model]):
                     self.recorder.add_interior(interior)
 
@@ -388,10 +405,10 @@ class Steps:
         """Say after how many forwards each model was updated, and the losses."""
         assert self.recorder is not None
         forwards, losses, number = {}, [], 0
-        for model, loss, gradients in step.gradients:
-            number += sum(len(_microbatches(each.tap, each.batch)) for each in gradients)
-            losses.append((number, _loss(loss, self.recorder.grid)))
-            forwards |= {f"{self._leads[model]}{name}": number for name in model.names}
+        for turn in step.turns:
+            number += sum(len(_microbatches(each.tap, each.batch)) for each in turn.gradients)
+            losses.append((number, _loss(turn.loss, self.recorder.grid)))
+            forwards |= {f"{self._leads[turn.model]}{name}": number for name in turn.model.names}
         self.recorder.add_turns(forwards, losses)
 
 
@@ -407,8 +424,8 @@ def _loss(loss: Any, grid: Grid) -> Any:
 
 
 def _arrays(values: Mapping[str, Value]) -> Any:
-    """The arrays, in order; None if any is missing."""
-    if any(value.array is None for value in values.values()):
+    """The arrays, in order; None if any is missing, or donated."""
+    if any(is_gone(value.array) for value in values.values()):
         return None
     return OrderedDict((name, value.array) for name, value in values.items())
 
@@ -442,9 +459,9 @@ def _grads(turn: Turn, lead: str, placed: Params) -> Params:
 
 
 def _state(values: Any) -> Any:
-    """The optimizer state; None if the program does not return all of it."""
+    """The optimizer state; None if the program does not return all of it, or the script has donated it."""
     leaves, structure = jax.tree.flatten(values)
-    if any(leaf.array is None for leaf in leaves):
+    if any(is_gone(leaf.array) for leaf in leaves):
         return None
     return jax.tree.unflatten(structure, [leaf.array[0] if leaf.by_rank else leaf.array for leaf in leaves])
 

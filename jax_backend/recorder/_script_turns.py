@@ -68,6 +68,7 @@ class Turn:
         gradients: those that its update got.
         in_scan: whether it is an iteration of a scan.
         before, after: the parameters, once it has ended; an unknown one has no array.
+        successor: the next turn of the same model, if it is recorded later than that one begins.
     """
 
     model: "Model"
@@ -76,6 +77,7 @@ class Turn:
     gradients: Sequence[Gradient]
     in_scan: bool
     has_ended: bool = False
+    successor: "Turn | None" = None
     before: Params = field(default_factory=OrderedDict)
     after: Params = field(default_factory=OrderedDict)
 
@@ -100,6 +102,22 @@ class Turn:
         model.after = after if self.in_scan else OrderedDict()
         self.before, self.after = before, after
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the parameters before and after it are known, or will never be."""
+        return self.has_ended and (self.successor is None or self.successor.has_ended)
+
+    @property
+    def kept_after(self) -> Params:
+        """The parameters after it. Those that the script has donated since are what the successor began with."""
+        is_donated = any(is_gone(value.array) for value in self.after.values())
+        return self.successor.before if is_donated and self.successor is not None else self.after
+
+    def drop(self) -> None:
+        """Let the values go, but for the loss and what gradients have."""
+        self.before, self.after = OrderedDict(), OrderedDict()
+        self.update = replace(self.update, values={})
+
     def end_without_gradient(self, returned: Params | None) -> bool:
         """End the last turn of a script; returns whether the parameters after it are known.
 
@@ -115,7 +133,7 @@ class Turn:
         """The sums of parameters and updates, as optax adds them; None if either is unknown."""
         updates = self.update.values["updates"]
         arrays = [value.array for value in (*before.values(), *updates)]
-        if not updates or any(_is_gone(array) for array in arrays) or any(value.by_rank for value in updates):
+        if not updates or any(is_gone(array) for array in arrays) or any(value.by_rank for value in updates):
             return None
         pairs = zip(before.items(), updates, strict=True)
         return OrderedDict(
@@ -255,7 +273,7 @@ def differ(a: Any, b: Any) -> bool:
     return not np.array_equal(a, b, equal_nan=True)
 
 
-def _is_gone(array: Any) -> bool:
+def is_gone(array: Any) -> bool:
     return array is None or (isinstance(array, jax.Array) and array.is_deleted())
 
 
