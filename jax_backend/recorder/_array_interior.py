@@ -1,6 +1,6 @@
 """The interior of a step whose arrays the recorder gets whole, and what of an activation is of each rank's samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,12 @@ def first_floating(output: Any) -> Any:
     """The first floating array of a pytree; None if it has none."""
     arrays = (leaf for leaf in jax.tree.leaves(output) if hasattr(leaf, "dtype"))
     return next((leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)), None)
+
+
+def compute_dtype(activations: Iterable[Value]) -> str | None:
+    """The half precision in which modules compute, by their inputs and outputs; None if they have none."""
+    names = {value.array.dtype.name for value in activations if value.array is not None}
+    return next((name for name in ("bfloat16", "float16") if name in names), None)
 
 
 def mean_square(output: Any) -> Any:

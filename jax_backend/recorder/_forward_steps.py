@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
-from jax_backend.recorder._array_interior import ArrayInterior, by_rank
+from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._recorder import Recorder, batches_of
 from jax_backend.recorder._script_turns import listed
@@ -29,11 +29,12 @@ class ForwardSteps:
     The loss of a call is the root mean square of the first floating array that the model returns, as in torch.
 
     Args:
-        begin: makes the recorder, from the parameters, at the first call; None: nothing is recorded.
+        begin: makes the recorder, from the parameters and the half precision in which modules compute, at the first call; None:
+            nothing is recorded.
         finished: called at the end of each step with its loss.
     """
 
-    def __init__(self, begin: Callable[[Any], Recorder] | None, finished: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[Any, str | None], Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
@@ -76,7 +77,7 @@ class ForwardSteps:
                     f"the values of {listed(missing)} are no arguments of the jitted function that calls the model, so that they "
                     f"are not known; pass them, or {USE_FORWARD}"
                 )
-            self.recorder = self._begin(full)
+            self.recorder = self._begin(full, compute_dtype(values["inside"]))
         grid = self.recorder.grid
         batch = [
             value.array.reshape(-1, *value.array.shape[2:]) if value.by_rank else value.array

@@ -21,7 +21,7 @@ import numpy as np
 
 from crossframe.errors import UsageError
 from jax_backend.activations import Activations
-from jax_backend.recorder._array_interior import ArrayInterior, by_rank
+from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._module_calls import canonical_module
@@ -88,12 +88,12 @@ class Steps:
     """The steps of a script.
 
     Args:
-        begin: makes the recorder, from the initial parameters, the number of gradients of a step, and whether several models are
-            one, at the end of the first step; None: nothing is recorded.
+        begin: makes the recorder, from the initial parameters, the half precision in which modules compute, the number of
+            gradients of a step, and whether several models are one, at the end of the first step; None: nothing is recorded.
         finished: called at the end of each step with its loss.
     """
 
-    def __init__(self, begin: Callable[[Any, int, bool], Recorder] | None, finished: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[..., Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
@@ -354,7 +354,8 @@ class Steps:
                 )
             initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
             num_gradients = sum(len(parts) for _, _, parts in microbatches)
-            self.recorder = self._begin(OrderedDict(initial), num_gradients, len(leads) > 1)
+            dtype = compute_dtype(value for _, tap, _ in microbatches for value in tap.values["inside"])
+            self.recorder = self._begin(OrderedDict(initial), dtype, num_gradients, len(leads) > 1)
         grid = self.recorder.grid
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         parts_of_step = {tuple(map(id, part)): part for _, _, parts in microbatches for part in parts}

@@ -404,9 +404,11 @@ class ScriptRecorder:
 
     # Steps
 
-    def _begin(self, params: Any, num_gradients: int | None = None, several: bool = False) -> Recorder:
+    def _begin(
+        self, params: Any, dtype: str | None, num_gradients: int | None = None, several: bool = False
+    ) -> Recorder:
         stated: dict[str, Any] = {} if self.forward_only else noted.settings(params)
-        options = dict(self._options)
+        options: dict[str, Any] = {"dtype": dtype, **self._options}
         stated[PROGRAM] = program(compiled=self._is_compiled)
         if num_gradients is not None:  # not of forward alone
             stated[PROGRAM][GRADIENTS] = num_gradients

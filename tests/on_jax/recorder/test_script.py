@@ -473,3 +473,12 @@ def test_functions_are_followed_under_their_older_names(tmp_path, run, name):
     assert compare(*(Recording.open(tmp_path / folder) for folder in ("new", "old"))).verdict is Verdict.EQUAL
     module = import_module(f"jax.experimental.{name}")
     assert name not in vars(module)  # as before
+
+
+def test_a_model_that_computes_in_bfloat16_has_that_dtype(tmp_path, run):
+    product = 'x @ params["w"] + params["b"]'
+    assert product in TWO_CALLS
+    cast = TWO_CALLS.replace(product, f"({product}).astype(jnp.bfloat16)")
+    assert run(cast)[0] == 0
+    found = Recording.open(tmp_path / "out").manifest
+    assert found.dtype == "bfloat16" and {spec.dtype for spec in found.params.values()}.isdisjoint({"bfloat16"})
