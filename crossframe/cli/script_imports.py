@@ -6,11 +6,13 @@ from pathlib import Path
 JAX = frozenset({"jax", "flax", "optax", "equinox", "haiku"})
 # What trains with torch, or may.
 TORCH = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "transformers"})
+OPTAX, LOADS_DATA, TORCH_OPTIM = "optax", frozenset({"torch", "transformers"}), "torch.optim"
 MOST_FILES = 100
 
 
 def is_of_jax(script: Path) -> bool:
-    """Whether a script and the local modules that it imports import JAX and not torch."""
+    """Whether a script and the local modules that it imports import JAX and not torch; or optax and no optimizer of torch, which
+    may then load data or models."""
     seen: set[Path] = set()
     found: set[str] = set()
     waiting = [script]
@@ -20,10 +22,11 @@ def is_of_jax(script: Path) -> bool:
             continue
         seen.add(path)
         for module in _imported(path):
-            found.add(module.partition(".")[0])
+            found |= {module.partition(".")[0]} | ({TORCH_OPTIM} if module.startswith(TORCH_OPTIM) else set())
             beside = script.parent.joinpath(*module.split("."))
             waiting += [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
-    return bool(found & JAX) and not found & TORCH
+    trains = found & (TORCH - LOADS_DATA | {TORCH_OPTIM}) if OPTAX in found else found & TORCH
+    return bool(found & JAX) and not trains
 
 
 def _imported(path: Path) -> set[str]:
@@ -36,6 +39,8 @@ def _imported(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == TORCH_OPTIM:
+            found.add(TORCH_OPTIM)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
