@@ -22,11 +22,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import crossframe.scripts
@@ -42,6 +44,8 @@ from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
+# torch.distributed has a function of this name.
+_rendezvous = import_module("torch.distributed.rendezvous")
 _USE_RECORDER = """record from inside the script:
 
     from torch_backend.recorder import Recorder
@@ -86,6 +90,8 @@ class ScriptRecorder:
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
         with ExitStack() as stack:
+            if self._options.get("perturbed_run"):
+                stack.enter_context(replaced(_rendezvous, "_create_c10d_store", self._with_own_keys))
             if not self._forward_only:
                 stack.enter_context(replaced(Optimizer, "__init__", self._noting))
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
@@ -129,6 +135,14 @@ class ScriptRecorder:
             "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
             f"not followed: let --nproc-per-node start them. If the script updates parameters by itself, {_USE_RECORDER}"
         )
+
+    def _with_own_keys(self, own: Any) -> Any:
+        """Where torchrun started the command, its store still has the keys of the runs before this one."""
+
+        def create(*args: Any, **kwargs: Any) -> Store:
+            return PrefixStore(f"perturbed run {self._options['perturbed_run']}", own(*args, **kwargs))
+
+        return create
 
     def _noting(self, own: Any) -> Any:
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

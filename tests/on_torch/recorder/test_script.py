@@ -4,12 +4,14 @@ import os
 import resource
 import subprocess
 import sys
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -958,3 +960,13 @@ def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
     assert called == [(Path("train.py"), ["--epochs", "3", "more"])]
     assert status_of("record", "train.py", "--steps", "3") == 2
     assert len(called) == 1
+
+
+def test_a_perturbed_run_does_not_read_what_the_run_before_left_in_the_store_of_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.set("address of rank 0", "of a process that has ended")
+    for number in (0, 1):
+        with script.ScriptRecorder(tmp_path, perturbed_run=number).watching():
+            store = script._rendezvous._create_c10d_store("127.0.0.1", agents.port, 1, 2, timedelta(seconds=60), True)
+            assert store.check(["address of rank 0"]) is (number == 0)
