@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -99,6 +99,25 @@ def _print_from_script_on() -> None:
         own(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = hook
+
+
+def held_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a variable of a script holds, with names: elements of a list or dict, or attributes of an object.
+
+    >>> list(held_in("nets", [1, 2])), list(held_in("nets", {"critic": 3, 0: 4}))
+    ([('nets_0', 1), ('nets_1', 2)], [('critic', 3)])
+    """
+    if isinstance(value, list | tuple):
+        inner: Mapping[Any, Any] = {f"{name}_{i}": each for i, each in enumerate(value)}
+    elif isinstance(value, dict):
+        inner = value
+    elif isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
+        inner = {}
+    else:
+        inner = vars(value)
+    for each, held in tuple(inner.items()):
+        if isinstance(each, str) and each.isidentifier():
+            yield each, held
 
 
 def flush_files() -> None:

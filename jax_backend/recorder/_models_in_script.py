@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import jax
+
+from crossframe.scripts import held_in
 
 _LIBRARIES = ("jax", "jax_backend", "crossframe", "flax", "equinox", "optax", "contextlib", "functools", "runpy")
 
@@ -50,17 +52,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A variable and what it holds, with names: itself, elements of a list or dict, or attributes of an object."""
-    if isinstance(value, type | ModuleType):
-        return
+    """A variable and what it holds, with names. Models are callable."""
     yield name, value
-    inner: Mapping[Any, Any] = {}
-    if isinstance(value, list | tuple):
-        inner = {f"{name}_{i}": each for i, each in enumerate(value)}
-    elif isinstance(value, dict):
-        inner = value
-    elif hasattr(value, "__dict__") and not callable(value):
-        inner = vars(value)
-    for each, held in list(inner.items()):
-        if isinstance(each, str) and each.isidentifier():
-            yield each, held
+    if not callable(value):
+        yield from held_in(name, value)

@@ -4,11 +4,11 @@ discriminator, the two generators of a cycle, or tensors that no module has: a t
 import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from crossframe.scripts import held_in
 from torch_backend.recorder._module_tree import lacks_forward
 
 
@@ -97,17 +97,8 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
 
 
 def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A variable and what it holds, with names: itself, elements of a list or dict, or attributes of an object."""
-    if isinstance(value, nn.Module | Tensor):
-        inner: Mapping[Any, Any] = {} if name == "self" else {name: value}
-    elif isinstance(value, list | tuple):
-        inner = {f"{name}_{i}": each for i, each in enumerate(value)}
-    elif isinstance(value, dict):
-        inner = value
-    elif isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
-        inner = {}
-    else:
-        inner = vars(value)
-    for each, held in tuple(inner.items()):
-        if isinstance(each, str) and each.isidentifier():
-            yield each, held
+    """A variable that is a module or tensor, or what it holds, with names."""
+    if not isinstance(value, nn.Module | Tensor):
+        yield from held_in(name, value)
+    elif name != "self":
+        yield name, value
