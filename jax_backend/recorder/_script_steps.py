@@ -147,6 +147,11 @@ class Steps:
         """Whether there is one model, as far as is known."""
         return len(self._models) < 2 and (self._are_all_known or noted.num_models < 2)
 
+    @property
+    def _needs_names(self) -> bool:
+        """Whether models get names later."""
+        return self._begin is not None and not self._leads
+
     def begin_gradient(self, params: Mapping[str, Any]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
         self._begin_gradient({name: Value(leaf) for name, leaf in params.items()})
@@ -161,7 +166,7 @@ class Steps:
         """Note the arrays of a model's parameters, by which it is known again, and by which it gets a name."""
         if not self._is_alone:
             model.arrays |= params
-            model.first_params |= {} if self._leads else params
+            model.first_params |= params if self._needs_names else {}
 
     def _close_updates(self) -> None:
         """End the updates that optax does not add, but for the parameters after them."""
@@ -178,7 +183,7 @@ class Steps:
             )
         model.update, model.update_in_scan = tap, in_scan
         model.arrays = {} if self._is_alone else arrays_of(tap, ("before", "state_before", "state"), originals)
-        if not self._leads:
+        if self._needs_names:
             at = arrays_of(tap, ("before", "state_before"), originals)
             model.first_params |= arrays_of(tap, ("before",), originals)
             model.first_params |= {i: noted.initial[i] for i in at.keys() & noted.initial.keys()}
