@@ -25,7 +25,7 @@ def names_in_script(params: Sequence[Mapping[int, Any]]) -> list[str]:
         of_frame: dict[int, tuple[int, bool, int, str]] = {}
         for variable, value in list(frame.f_locals.items()):
             for name, held in _held_by(variable, value):
-                leaves = {id(leaf) for leaf in jax.tree.leaves(held)}
+                leaves = _ids_of_leaves(held)
                 owners = [i for i, own in enumerate(params) if not leaves.isdisjoint(own)]
                 if len(owners) == 1:
                     [i] = owners
@@ -42,12 +42,19 @@ def names_in_script(params: Sequence[Mapping[int, Any]]) -> list[str]:
     return names
 
 
+def _ids_of_leaves(held: Any) -> set[int]:
+    try:
+        return {id(leaf) for leaf in jax.tree.leaves(held)}
+    except Exception:  # no pytree: a dict whose keys have no order, or whatever a class of the script raises
+        return set()
+
+
 def _frames() -> Iterator[FrameType]:
     """The frames of the script, the outermost last."""
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             yield frame
 
 

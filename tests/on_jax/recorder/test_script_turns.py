@@ -24,7 +24,7 @@ def made(seed, width, out):
 def updated(params, state, grads):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
-tx, losses = optax.adam(0.01), []
+tx, losses, no_pytree = optax.adam(0.01), [], {0: "a", "b": 1}
 """
 )
 GENERATOR = (
