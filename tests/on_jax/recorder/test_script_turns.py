@@ -109,10 +109,11 @@ for i in range(5):
         states = dict(zip(result, agent.states))
 """
 )
+TWINS = "critics of the same shapes, an actor in every second call"
 SCRIPTS = {
     "in one call": (GENERATOR, {"judge": 1, "maker": 2}, 3, 2, 2),
     "updates are added when all are made": (BOTH_FIRST, {"judge": 1, "maker": 2}, 3, 2, 2),
-    "critics of the same shapes, an actor in every second call": (
+    TWINS: (
         CRITICS,
         {"first": 3, "second": 4, "actor": 5},
         2,
@@ -165,7 +166,9 @@ def test_a_fault_in_one_turn_is_found_before_the_next(tmp_path, run, name, place
     assert where.parameter in places and where.phase == ("forward" if where.parameter is None else "reduce")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == TWINS else pytest.mark.exhaustive) for name in SCRIPTS]
+)
 def test_each_model_of_a_perturbed_run_is_moved_once(tmp_path, run, name):
     for number in range(2):
         assert run(SCRIPTS[name][0], perturbed_run=number, every=1)[0] == 0

@@ -150,7 +150,6 @@ def alone(ranks, tmp_path_factory):
             for kind, ranks in (("tp", 2), ("torch", 4), ("ours", 4))
             for sequence in (False, True)
         ),
-        ("tp", 1, True),
         ("torch", 1, True),
         ("FSDP1 ours", 4, False),
         ("FSDP1 torch original", 4, False),
