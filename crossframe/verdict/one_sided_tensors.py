@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE, UPDATE
 from crossframe.recording.reader import Recording
 from crossframe.verdict.measure.pair import Pair
 
@@ -31,6 +31,7 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
             yield f"{words}, which {names[have.index(True)]} alone recorded, are not compared"
     if own:
         yield from _activations(pair, names)
+    yield from _updates(pair, names)
 
 
 def _has_any(recording: Recording, phase: str, steps: tuple[int, ...]) -> bool:
@@ -40,6 +41,18 @@ def _has_any(recording: Recording, phase: str, steps: tuple[int, ...]) -> bool:
     if phase == STATE:
         return any(recording.state_slots(step, name) for step in steps for name in params)
     return any(recording.has(phase, step, name) for step in steps for name in params)
+
+
+def _updates(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
+    """Parameters after a step, such as the last one of a script that adds updates by a function of its own."""
+    for i, side in enumerate((pair.a, pair.b)):
+        other = (pair.b, pair.a)[i]
+        steps = [
+            step for step in pair.steps if _has_any(side, UPDATE, (step,)) and not _has_any(other, UPDATE, (step,))
+        ]
+        if steps:
+            more = f" and {len(steps) - 1} more steps" if len(steps) > 1 else ""
+            yield f"the parameters after step {steps[0]}{more}, which {names[i]} alone recorded, are not compared"
 
 
 def _activations(pair: Pair, names: tuple[str, str]) -> Iterator[str]:

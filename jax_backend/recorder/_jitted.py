@@ -71,6 +71,14 @@ class Jitted:
             self._programs[detail, in_loss] = _jit(run, **options)
         return self._programs[detail, in_loss]
 
+    def by_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """No argument has a dim of ranks."""
+        return frozenset()
+
+    def results_by_rank(self, result: Any) -> frozenset[int]:
+        """No result has one."""
+        return frozenset()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(collector := current(), Root):
             return collector.session.call(self, args, kwargs)

@@ -11,6 +11,7 @@ import jax
 
 from jax_backend.recorder._gradients import grad, value_and_grad
 from jax_backend.recorder._jitted import jit
+from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
 from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._transformations import (
@@ -18,7 +19,6 @@ from jax_backend.recorder._transformations import (
     fori_loop,
     named_call,
     older_shard_map,
-    pmap,
     reshard,
     scan,
     shard_map,

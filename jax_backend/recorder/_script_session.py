@@ -11,7 +11,7 @@ inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
 
 
 class JittedFunction(Protocol):
-    """A jitted function, with a program for each `Detail`.
+    """A jitted or mapped function, with a program for each `Detail`.
 
     Attributes:
         plans: what a session knows of it.
@@ -23,6 +23,14 @@ class JittedFunction(Protocol):
 
     def program(self, detail: Detail) -> Any:
         """A jitted function that returns the user's results and a `Packed`."""
+
+    def by_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """Those of the flattened arguments that have a leading dim of ranks."""
+        ...
+
+    def results_by_rank(self, result: Any) -> frozenset[int]:
+        """Those of the flattened results that have a leading dim of ranks."""
+        ...
 
 
 class Differentiated(Protocol):
@@ -74,7 +82,7 @@ class Session(Protocol):
         """Such a function is called that was compiled ahead of time, with static arguments or options of the compiler."""
 
     def mapped(self) -> None:
-        """A function of `jax.pmap` has been called."""
+        """A function of `jax.pmap` that cannot be followed has been called."""
 
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""

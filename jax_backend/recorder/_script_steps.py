@@ -132,7 +132,7 @@ class Steps:
         of_iteration = functools.cache(lambda at: _batch_at(at, batch))  # which gradients share
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             if tap.kind == GRADIENT:
-                self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+                self.begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
                 self._check_updated(tap)
                 self._gradients.append(Gradient.of(tap, of_iteration(at), originals))
             elif tap.kind == UPDATE:
@@ -152,11 +152,8 @@ class Steps:
         """Whether models get names later."""
         return self._begin is not None and not self._leads
 
-    def begin_gradient(self, params: Mapping[str, Any]) -> None:
+    def begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
-        self._begin_gradient({name: Value(leaf) for name, leaf in params.items()})
-
-    def _begin_gradient(self, params: Mapping[str, Value]) -> None:
         self._close_updates()
         if (model := next((each for each in self._models if each.begin_gradient(params)), None)) is not None:
             self._note(model, {id(value.array): value.array for value in params.values()})
@@ -192,8 +189,8 @@ class Steps:
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
                 f"an optimizer of optax updated {listed(model.names)}, but before it {what} taken by jax.grad or "
-                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp, jax.pmap and "
-                f"jax.lax.while_loop); {USE_RECORDER}"
+                "jax.value_and_grad where it can be seen (jax.lax.scan is followed, but not jax.vjp and jax.lax.while_loop); "
+                f"{USE_RECORDER}"
             )
         model.begin_update(tap)
         return model
@@ -232,7 +229,7 @@ class Steps:
             turn.end(named(applied, "before"), named(applied, "after"))
             self._note(model, arrays_of(applied, ("before", "after"), originals))
 
-    def end(self, returned: Mapping[str, Any]) -> None:
+    def end(self, returned: Mapping[str, Value]) -> None:
         """The script has ended.
 
         Args:
@@ -241,10 +238,10 @@ class Steps:
         self._close_updates()
         if not self._are_all_known:
             self._wait_no_longer()
-        values, are_known = {name: Value(leaf) for name, leaf in returned.items()}, True
+        are_known = True
         for model in self._models:
             if (turn := model.open_turn) is not None:
-                are_known &= turn.end_without_gradient(model.matching(values))
+                are_known &= turn.end_without_gradient(model.matching(returned))
         if not are_known and self._begin is not None:
             print(
                 "crossframe: the parameters after the last step are not recorded: the script added its updates by a function of "
@@ -272,7 +269,7 @@ class Steps:
         update, model.update = model.update, None
         gradients, model.gradients = model.gradients, ()
         assert update is not None
-        if "mini_step" in update.values and int(update.values["mini_step"].array):
+        if "mini_step" in update.values and int(_of_a_rank(update.values["mini_step"])):
             return None
         losses = [_mean(each.tap) for each in gradients]
         loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
@@ -469,7 +466,12 @@ def _state(values: Any) -> Any:
     leaves, structure = jax.tree.flatten(values)
     if any(is_gone(leaf.array) for leaf in leaves):
         return None
-    return jax.tree.unflatten(structure, [leaf.array[0] if leaf.by_rank else leaf.array for leaf in leaves])
+    return jax.tree.unflatten(structure, [_of_a_rank(leaf) for leaf in leaves])
+
+
+def _of_a_rank(value: Value) -> Any:
+    """The array of a value that all ranks have alike."""
+    return value.array[0] if value.by_rank else value.array
 
 
 def _rate(values: Any, state: Any) -> Any:
@@ -478,7 +480,7 @@ def _rate(values: Any, state: Any) -> Any:
         nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, COUNTS))
         counts: list[Any] = [node.count for node in nodes if isinstance(node, COUNTS)]
         if len(counts) == 1 and counts[0].array is not None:
-            return schedule(counts[0].array - 1)
+            return schedule(_of_a_rank(counts[0]) - 1)
     rates = rates_in(state)
     return jnp.copy(rates[0]) if len(rates) == 1 else None
 

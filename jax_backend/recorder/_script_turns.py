@@ -8,6 +8,7 @@ sum was right at all earlier turns; or unknown, which is printed. What the scrip
 having been seen.
 """
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from crossframe.errors import UsageError
 from jax_backend.recorder._taps import Tap, Value
+
+_jit, _shard_map = jax.jit, jax.shard_map
 
 USE_RECORDER = """record from inside the script:
 
@@ -180,10 +183,8 @@ class Model:
             return None
         if any(value.array is None for value in found):
             return None
-        wholes = [whole(value) for value in found]
-        if tuple(tuple(value.array.shape) for value in wholes) != self.shapes:
-            return None
-        return OrderedDict(zip(self.names, wholes, strict=True))
+        shapes = tuple(tuple(value.array.shape[value.by_rank :]) for value in found)
+        return OrderedDict(zip(self.names, wholes(found), strict=True)) if shapes == self.shapes else None
 
     def gradients_among(self, gradients: Sequence[Gradient], *, is_alone: bool) -> Sequence[Gradient]:
         """The gradients that the update gets: those of its arrays, or else all with the shapes of the parameters, which the
@@ -282,17 +283,34 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
-    return OrderedDict(zip(tap.about[0], map(whole, tap.values[what]), strict=True))
+    return OrderedDict(zip(tap.about[0], wholes(tap.values[what]), strict=True))
 
 
 def _known(value: Value, otherwise: Value | None) -> Value:
     return otherwise if value.array is None and otherwise is not None else value
 
 
-def whole(value: Value) -> Value:
-    """A value that all ranks have alike, as an array on their devices."""
-    if value.array is None or not value.by_rank:
-        return value
-    rows = [part.data[0] for part in value.array.addressable_shards]
-    sharding = NamedSharding(value.array.sharding.mesh, PartitionSpec())
-    return Value(jax.make_array_from_single_device_arrays(value.array.shape[1:], sharding, rows))
+def wholes(values: Sequence[Value]) -> list[Value]:
+    """Values that all ranks have alike, as arrays on their devices. What the script has donated has no array."""
+    found = [Value(None) if value.by_rank and is_gone(value.array) else value for value in values]
+    at = [i for i, value in enumerate(found) if value.by_rank]
+    if at:
+        sharding = found[at[0]].array.sharding
+        rows = _rows(sharding.mesh, sharding.spec[0])([found[i].array for i in at])
+        for i, row in zip(at, rows, strict=True):
+            found[i] = Value(row)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(mesh: Any, ranks: Any) -> Callable[[list[Any]], list[Any]]:
+    """Takes the only row of each device of arrays with a leading dim of ranks, in one program for all."""
+    return _jit(
+        _shard_map(
+            lambda arrays: [array[0] for array in arrays],
+            mesh=mesh,
+            in_specs=PartitionSpec(ranks),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )

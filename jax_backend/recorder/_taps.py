@@ -99,7 +99,7 @@ BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "update
 Reference = tuple[Any, ...]
 """Where a value is: ("in", index of the argument), ("out", index of the result), ("above", index of an argument of the calling
 function), ("kept", index among further results, whether it has a dim of ranks, its number of scans), ("scalar", number), or
-("missing",)."""
+("missing",). Of arguments and results in `jax.pmap`, True follows the index where they have a dim of ranks."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,9 @@ def unpacked(packed: Packed, inputs: Any, outputs: Any, above: Sequence[Any] = (
         kind, *at = reference
         if kind == "kept":
             return Value(packed.arrays[at[0]], *at[1:])
-        return Value(None if kind == "missing" else at[0] if kind == "scalar" else places[kind][at[0]])
+        if kind == "missing":
+            return Value(None)
+        return Value(at[0]) if kind == "scalar" else Value(places[kind][at[0]], *at[1:])
 
     return [
         Tap(

@@ -16,9 +16,7 @@ from jax_backend.recorder._module_calls import module_call
 from jax_backend.recorder._script_session import Root, following
 from jax_backend.recorder._taps import collecting, current, of_scan, pack, traced, unpacked
 
-_scan, _fori_loop, _shard_map, _pmap, _named_call = (
-    jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.pmap, jax.named_call
-)  # fmt: skip
+_scan, _fori_loop, _shard_map, _named_call = jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.named_call
 
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
@@ -126,22 +124,6 @@ def shard_map(f: Any = None, /, **options: Any) -> Any:
 def older_shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_rep: bool = True) -> Any:
     """`jax.experimental.shard_map.shard_map`."""
     return shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_rep)
-
-
-def pmap(fun: Any = None, *args: Any, **options: Any) -> Any:
-    """`jax.pmap`, in which nothing is followed."""
-    if fun is None:
-        return functools.partial(pmap, *args, **options)
-    real = _pmap(fun, *args, **options)
-
-    @functools.wraps(real)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        if isinstance(collector := current(), Root):
-            collector.session.mapped()
-        return result
-
-    return call
 
 
 def named_call(fun: Any, *, name: str | None = None) -> Any:

@@ -57,6 +57,7 @@ from jax_backend.recorder._taps import (
     Packed,
     PackedTap,
     Tap,
+    Value,
     collecting,
     merged,
     unpacked,
@@ -80,6 +81,8 @@ class Plan:
         params: names of the arguments that are parameters.
         gradients: the arguments at which each gradient is taken, by names.
         batch: the arguments that are the batch.
+        by_rank: the arguments that have a leading dim of ranks.
+        lengths: of the scans in which its first gradient is taken.
     """
 
     kinds: tuple[str, ...]
@@ -88,6 +91,8 @@ class Plan:
     params: dict[int, str]
     gradients: tuple[dict[str, int], ...]
     batch: tuple[int, ...]
+    by_rank: frozenset[int]
+    lengths: tuple[int, ...]
 
 
 class ScriptRecorder:
@@ -111,7 +116,7 @@ class ScriptRecorder:
         self._steps = steps(self._begin if request is None else None, self._stepped)
         self._moved: dict[int, tuple[Any, Any]] = {}
         self._shifts: dict[str, Any] = {}
-        self._returned: tuple[Any, ...] = ()
+        self._returned: tuple[Value, ...] = ()
         self._places: dict[str, int] = {}
         self._initial: dict[str, np.ndarray] = {}
         self._patches, self._root = Patches(forward_only=self.forward_only), Root(self)
@@ -173,8 +178,9 @@ class ScriptRecorder:
             )
         return (
             f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
-            "inside jax.pmap, jax.vmap, jax.lax.cond, while_loop, jax.checkpoint, or a fori_loop with bounds that are no "
-            f"numbers); move it out of there (jax.lax.scan is followed), or {USE_RECORDER}"
+            "inside jax.vmap, jax.lax.cond, while_loop, jax.checkpoint, a fori_loop with bounds that are no numbers, or a "
+            "jax.pmap of several processes, inside jax.jit, or with axes other than 0 and None); move it out of there "
+            f"(jax.lax.scan is followed), or {USE_RECORDER}"
         )
 
     # The script calls
@@ -188,10 +194,10 @@ class ScriptRecorder:
         leaves, structure = jax.tree.flatten((args, kwargs))
         own = list(leaves)
         for params in plan.gradients:
-            self._begin_gradient({name: leaves[i] for name, i in params.items()})
+            self._begin_gradient({name: Value(leaves[i], i in plan.by_rank) for name, i in params.items()})
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
             for i, name in plan.params.items():
-                self._move(leaves[i], name)
+                self._move(leaves[i], name, by_rank=i in plan.by_rank)
             leaves = [self._now(leaf) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, leaves)
         steps = range(self._steps.number, self._steps.number + max(plan.num_steps, 1))
@@ -201,7 +207,14 @@ class ScriptRecorder:
         donates = jitted.donates
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
         others = [i for i in plan.batch if not self._is_of_model(own[i])]
-        batch = [_copied(leaves[i]) if donates else leaves[i] for i in others]
+        batch = [
+            _of_all_ranks(leaves[i], plan.lengths)
+            if i in plan.by_rank
+            else _copied(leaves[i])
+            if donates
+            else leaves[i]
+            for i in others
+        ]
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
         originals = {id(leaf): its for leaf, its in zip(given, own, strict=True) if leaf is not its}
         more: list[Tap] | None = None
@@ -215,7 +228,8 @@ class ScriptRecorder:
             more = unpacked(packed, given, result)
         result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
         if UPDATE in plan.kinds:
-            self._returned = tuple(jax.tree.leaves(result))
+            mapped = jitted.results_by_rank(result)
+            self._returned = tuple(Value(leaf, i in mapped) for i, leaf in enumerate(jax.tree.leaves(result)))
         taps = unpacked(packed, given, result)
         self._add(taps if more is None else merged(taps, more), batch, originals)
         return result
@@ -239,7 +253,7 @@ class ScriptRecorder:
         self._patches.libraries()
         self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
-        self._begin_gradient({path_name(path): leaf for path, leaf in leaves})
+        self._begin_gradient({path_name(path): Value(leaf) for path, leaf in leaves})
         if self.perturbed_run and self._steps.number == 0:
             for path, leaf in leaves:
                 self._move(leaf, path_name(path))
@@ -301,7 +315,7 @@ class ScriptRecorder:
         )
 
     def mapped(self) -> None:
-        """Refuse an optimizer inside jax.pmap."""
+        """Refuse an optimizer inside a jax.pmap that cannot be followed."""
         if self._hidden:
             raise UsageError(self._about_hidden())
 
@@ -336,12 +350,12 @@ class ScriptRecorder:
             self._steps.add(taps, batch)
         self._stop_if_due()
 
-    def _begin_gradient(self, params: Mapping[str, Any]) -> None:
+    def _begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters."""
         if not isinstance(self._steps, Steps):
             return
-        at = {id(leaf): i for i, leaf in enumerate(self._returned)}
-        self._places = {name: at[id(leaf)] for name, leaf in params.items() if id(leaf) in at}
+        at = {id(value.array): i for i, value in enumerate(self._returned)}
+        self._places = {name: at[id(value.array)] for name, value in params.items() if id(value.array) in at}
         self._steps.begin_gradient(params)
         self._stop_if_due()
 
@@ -378,21 +392,25 @@ class ScriptRecorder:
                 params = _referred(packed, what)
         known = set(params) | {reference[1] for _, reference in references if reference[0] == "in"}
         is_incomplete = any(reference[0] == "missing" and name not in BY_REFERENCE for name, reference in references)
-        batch = _batch(args, kwargs, result, known) if GRADIENT in kinds else ()
+        by_rank = jitted.by_rank(args, kwargs)
+        batch = _batch(args, kwargs, result, known, by_rank) if GRADIENT in kinds else ()
         gradients = tuple(_arguments(tap, "diff") for tap in packed.taps if tap.kind == GRADIENT)
+        lengths = next((tuple(scan.length for scan in tap.scans) for tap in packed.taps if tap.kind == GRADIENT), ())
         if GRADIENT in kinds and not any(gradients):
             gradients = ({name: i for i, name in params.items()},)
-        return Plan(kinds, self._steps.number_in(packed.taps), is_incomplete, params, gradients, batch)
+        number = self._steps.number_in(packed.taps)
+        return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths)
 
-    def _move(self, leaf: Any, name: str) -> None:
-        """Give a perturbed run its own initial value of a parameter."""
+    def _move(self, leaf: Any, name: str, *, by_rank: bool = False) -> None:
+        """Give a perturbed run its own initial value of a parameter, on all ranks alike."""
         if id(leaf) in self._moved or not _is_floating(leaf) or self._is_updated(leaf):
             return
         values = np.asarray(leaf)
         if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
             moved = leaf  # the model keeps what it was given
         else:
-            moved = placed_like(leaf, perturbed_values(name, values, self.perturbed_run))
+            moved = [perturbed_values(name, each, self.perturbed_run) for each in (values if by_rank else [values])]
+            moved = placed_like(leaf, np.stack(moved) if by_rank else moved[0])
             self._initial[name] = np.asarray(moved)
             if np.shape(moved):
                 self._shifts[name] = moved - leaf
@@ -482,9 +500,14 @@ def _arguments(tap: PackedTap, what: str) -> dict[str, int]:
     return {name: reference[1] for name, reference in zip(tap.about[0], own, strict=False) if reference[0] == "in"}
 
 
-def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, ...]:
+def _batch(args: Any, kwargs: Any, result: Any, known: set[int], by_rank: frozenset[int]) -> tuple[int, ...]:
     """The arguments that are the batch: not parameters or state of the optimizer, and not returned under the same name as the
-    statistics of norms and the metrics are."""
+    statistics of norms and the metrics are.
+
+    Args:
+        known: arguments that are no batch.
+        by_rank: those that have a leading dim of ranks.
+    """
     returned = {
         (key, tuple(leaf.shape), leaf.dtype)
         for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]
@@ -495,12 +518,28 @@ def _batch(args: Any, kwargs: Any, result: Any, known: set[int]) -> tuple[int, .
     models = noted.leaves if noted.num_models > 1 else set()
     found = []
     for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]):
-        if i in known or not may_be_batch(leaf) or (path_name(path).rpartition(".")[2], tuple(leaf.shape)) in models:
+        if i in known or not hasattr(leaf, "dtype"):
+            continue
+        each = jax.ShapeDtypeStruct(leaf.shape[i in by_rank :], leaf.dtype)
+        if not may_be_batch(each) or (path_name(path).rpartition(".")[2], each.shape) in models:
             continue
         # Positional arguments are the first part of the pair of arguments.
         if not {(key, tuple(leaf.shape), leaf.dtype) for key in (path[1:], _last_name(path))} & returned:
             found.append(i)
     return tuple(found)
+
+
+def _of_all_ranks(leaf: Any, lengths: Sequence[int]) -> Any:
+    """An array with a leading dim of ranks as one with the samples of all ranks.
+
+    Args:
+        lengths: of the scans around the gradient. The dims that they cut come first.
+    """
+    cut = 0
+    while cut < len(lengths) and leaf.ndim > cut + 2 and leaf.shape[cut + 1] == lengths[cut]:
+        cut += 1
+    moved = jnp.moveaxis(leaf, 0, cut)
+    return jnp.reshape(moved, (*moved.shape[:cut], -1, *moved.shape[cut + 2 :]))
 
 
 def _last_name(path: Any) -> str | None:

@@ -470,12 +470,15 @@ def _gradient(
 
 
 def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
-    names = pair.names(backward=True)
-    if any(not any(r.has(REDUCE, step, name) for name in names) for r in (pair.a, pair.b)):
-        return
-    for name in names:
-        if pair.any_has(REDUCE, step, name):
-            yield [_reduced_grad(pair, step, name, replicas) for replicas in pair.replicas]
+    for name in _recorded(pair, REDUCE, step, pair.names(backward=True)):
+        yield [_reduced_grad(pair, step, name, replicas) for replicas in pair.replicas]
+
+
+def _recorded(pair: Pair, phase: str, step: int, names: list[str]) -> list[str]:
+    """The names that either recorded; none if one of them recorded none at this step."""
+    if any(not any(r.has(phase, step, name) for name in names) for r in (pair.a, pair.b)):
+        return []
+    return [name for name in names if pair.any_has(phase, step, name)]
 
 
 def _reduced_grad(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:
@@ -527,9 +530,8 @@ def _slot(pair: Pair, step: int, name: str, slot: str, replicas: tuple[int, int]
 
 
 def _updates(pair: Pair, step: int) -> Iterator[Group]:
-    for name in pair.names():
-        if pair.any_has(UPDATE, step, name):  # else it is frozen
-            yield [_update(pair, step, name, replicas) for replicas in pair.replicas]
+    for name in _recorded(pair, UPDATE, step, pair.names()):  # others are frozen
+        yield [_update(pair, step, name, replicas) for replicas in pair.replicas]
 
 
 def _update(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:

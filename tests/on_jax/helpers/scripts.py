@@ -293,6 +293,26 @@ result = params
 """
 )
 
+IN_PMAP = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+replicate = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch["image"], batch["label"])
+    grads, loss = jax.lax.pmean((grads, loss), "data")
+    updates, opt_state = tx.update(spoil(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+step = jax.pmap(step, axis_name="data")
+opt_state = replicate(tx.init(params))
+params = replicate(params)
+for batch in batches:
+    parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), batch)
+    params, opt_state, loss = step(params, opt_state, parts)
+result = jax.tree.map(lambda leaf: leaf[0], params)
+"""
+)
+
 META_LEARNED = (
     FUNCTIONS
     + """
@@ -517,6 +537,7 @@ RECORDED = {
     "cut_inside": CUT_INSIDE,
     "sharded": SHARDED,
     "mapped": MAPPED,
+    "in_pmap": IN_PMAP,
     "per_sample": PER_SAMPLE,
     "meta_learned": META_LEARNED,
 }
@@ -546,15 +567,15 @@ grads = jax.grad(lambda p: cross_entropy(dense(p, batch["image"]), batch["label"
 tx.update(grads, tx.init(other))
 """
 )
-_IN_PMAP = (
+_OTHER_AXES = (
     FUNCTIONS
     + """
 tx = optax.sgd(0.1)
-@jax.pmap
+@partial(jax.pmap, in_axes=(None, {"image": 1, "label": 0}))
 def step(params, batch):
     grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
     return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
-params = step(jax.tree.map(lambda leaf: leaf[None], params), jax.tree.map(lambda leaf: leaf[None], batches[0]))
+params = step(params, {"image": batches[0]["image"][:, None], "label": batches[0]["label"][None]})
 raise AssertionError("refused too late")
 """
 )
@@ -599,8 +620,8 @@ _NOTHING = FUNCTIONS + "loss_fn(params, batches[0]['image'], batches[0]['label']
 REFUSED = {
     "by_hand": (_BY_HAND, "no optimizer of optax updated them"),
     "two_models": (_TWO_MODELS, "more than one model"),
-    "in_pmap": (_IN_PMAP, "inside jax.pmap"),
-    "ensemble": (_ENSEMBLE, "inside jax.pmap, jax.vmap"),
+    "other_axes": (_OTHER_AXES, "jax.pmap of several processes, inside jax.jit, or with axes other than 0"),
+    "ensemble": (_ENSEMBLE, "inside jax.vmap"),
     "updated_twice": (_UPDATED_TWICE, "made updates twice"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
     "ahead_of_time": (_STATIC_AHEAD_OF_TIME, "was compiled ahead of time"),

@@ -2,14 +2,12 @@
 
 import inspect
 import os
-import sys
 from importlib import import_module
 
 import jax
 import numpy as np
 import pytest
 
-import crossframe.scripts
 from crossframe.operators import Request
 from crossframe.recording import Recording
 from crossframe.recording.event_format import FORWARD
@@ -67,24 +65,6 @@ OPTIONS = ("optimizer", "lr", "weight_decay", "momentum", "eps", "betas", "clip"
 PRECISION = {"accumulated": np.finfo(np.float32).eps}
 # Of each kind of script one is recorded without --exhaustive.
 KINDS = ("in_a_scan", "linen", "equinox", "two_calls", "sharded")
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Record a script in this process into tmp_path / name; (exit status, the script's variables)."""
-
-    def run(text, name="out", fault=1.0, **options):
-        monkeypatch.setattr(sys, "argv", sys.argv)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setenv("FAULT", str(fault))
-        path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
-        path.write_text(text)
-        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))
-        status = script.run(str(path), (), **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
-        monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
-        return status, variables
-
-    return run
 
 
 def plain(text):
