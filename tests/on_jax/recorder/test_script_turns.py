@@ -9,9 +9,7 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.verdict import Verdict, compare
 from jax_backend.recorder._optimizer_settings import Noted
 from tests.on_jax.helpers.scripts import FUNCTIONS, HEAD
-from tests.on_jax.recorder.test_script import plain, run
-
-__all__ = ["run"]
+from tests.on_jax.recorder.test_script import plain
 
 NETS = (
     HEAD
