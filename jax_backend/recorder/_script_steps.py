@@ -435,8 +435,10 @@ def _arrays(values: Mapping[str, Value]) -> Any:
 
 def _placed(before: Any, after: Any) -> Any:
     """Initial parameters on the devices on which the first step left them."""
-    if not isinstance(after, jax.Array) or (isinstance(before, jax.Array) and before.sharding == after.sharding):
+    if not isinstance(after, jax.Array):
         return before
+    if isinstance(before, jax.Array) and before.sharding.is_equivalent_to(after.sharding, before.ndim):
+        return before  # replicas may differ
     if isinstance(before, jax.Array) and not (before.is_fully_addressable or before.is_fully_replicated):
         return jax.jit(lambda array: array, out_shardings=after.sharding)(before)
     values = np.asarray(before)

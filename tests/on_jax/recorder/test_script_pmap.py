@@ -106,8 +106,11 @@ def test_replicas_that_begin_apart_are_a_fault(tmp_path, run):
     apart = "params = replicate(params)\n"
     text = IN_PMAP.replace(apart, f"{apart}params['out']['b'] = params['out']['b'].at[1].add(0.1)\n")
     assert run(IN_PMAP, "a")[0] == run(text, "b")[0] == 0
-    found = compare(*opened(tmp_path, "a", "b"))
-    assert found.verdict is Verdict.BUG and "out.b" in found.reason
+    a, b = opened(tmp_path, "a", "b")
+    initial = [b.full("parameters", 0, "out.b", replica=replica) for replica in range(2)]
+    assert initial[0].tolist() == [0.0] * 3 and initial[1].tolist() == [0.1] * 3
+    found = compare(a, b)
+    assert found.verdict is Verdict.BUG and "rank 1 of b started with other values of 'out.b'" in found.reason
 
 
 def test_a_mapped_function_that_trains_nothing_computes_as_before(run):
