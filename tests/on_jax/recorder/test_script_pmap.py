@@ -33,6 +33,7 @@ FORMS = {
     .replace("step(params, opt_state, parts)", "step('name', params, opt_state, parts, jax.random.split(jax.random.PRNGKey(1)))"),
 }  # fmt: skip
 """Scripts that train alike."""
+QUICK = ("donated", "a static argument and random keys")
 
 ACCUMULATED = SCANNED.replace("@jax.jit\n", '@partial(jax.pmap, axis_name="data")\n')
 for _own, _mapped in (
@@ -60,7 +61,9 @@ def opened(tmp_path, *names):
     return [Recording.open(tmp_path / name) for name in names]
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in FORMS]
+)
 def test_steps_in_pmap_agree_with_those_in_shard_map(tmp_path, run, name):
     assert run(MAPPED, "mapped")[0] == run(FORMS[name], "own", every=1)[0] == 0
     mapped, own = opened(tmp_path, "mapped", "own")
@@ -77,7 +80,11 @@ def test_steps_in_pmap_agree_with_those_in_shard_map(tmp_path, run, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "alone"), [pytest.param(ACCUMULATED, SCANNED, id="microbatches"), pytest.param(EPOCH, MAPPED, id="steps")]
+    ("text", "alone"),
+    [
+        pytest.param(ACCUMULATED, SCANNED, id="microbatches"),
+        pytest.param(EPOCH, MAPPED, id="steps", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_scans_inside_of_pmap_cut_the_samples_of_all_devices(tmp_path, run, text, alone):
     assert run(alone, "alone")[0] == run(text, "own")[0] == 0
