@@ -358,7 +358,7 @@ def test_a_fault_in_a_script_is_found_where_it_begins(tmp_path, run, text):
     "text",
     [
         pytest.param(TWO_CALLS, id="two calls"),
-        pytest.param(ADDED_BY_HAND, id="added by hand"),
+        pytest.param(ADDED_BY_HAND, id="added by hand", marks=pytest.mark.exhaustive),
         pytest.param(MAPPED, id="one call", marks=pytest.mark.exhaustive),
         pytest.param(IN_A_SCAN, id="a scan"),
     ],

@@ -151,7 +151,7 @@ def test_what_is_inside_of_a_dense_step_is_each_ranks_own(tmp_path):
     ("weights", "factors"),
     [
         pytest.param((1.0, 1.0), (1.0, 1.0), id="sum"),
-        pytest.param((0.5, 0.5), (0.5, 0.5), id="mean"),
+        pytest.param((0.5, 0.5), (0.5, 0.5), id="mean", marks=pytest.mark.exhaustive),
         pytest.param((0.7, 0.3), None, id="other weights"),
     ],
 )

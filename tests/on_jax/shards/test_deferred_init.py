@@ -41,9 +41,14 @@ class Drawn:
         return self.value
 
 
-@pytest.mark.parametrize(("layout", "spec"), [
-    ("flat", MeshSpec(3)), ("ragged", MeshSpec(2)), ("per_param", MeshSpec(shard=2, replicate=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        ("flat", MeshSpec(3)),
+        pytest.param("ragged", MeshSpec(2), marks=pytest.mark.exhaustive),
+        ("per_param", MeshSpec(shard=2, replicate=2)),
+    ],
+)
 def test_R38_what_is_made_unit_by_unit_is_bit_for_bit_what_is_made_at_once(layout, spec):
     mesh, options = make_mesh(spec), {"units": UNITS, "param_map": small_map(), "layout": layout, "frozen": ("out",)}
     same(init(drawn, mesh, **options), shard(jax.jit(drawn)(), mesh, **options))

@@ -87,7 +87,10 @@ def references():
     return [trained(kind) for kind in (ALONE, SHARDED)]
 
 
-@pytest.mark.parametrize("kind", [PARALLEL, HYBRID], ids=["2_tp2", "2x2_tp2"])
+KINDS = [pytest.param(PARALLEL, id="2_tp2"), pytest.param(HYBRID, id="2x2_tp2", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_equals_that_of_one_device_and_of_ranks_alone(mode, kind):
     sharded, state, seen = trained(kind, mode)
@@ -109,7 +112,7 @@ def test_training_equals_that_of_one_device_and_of_ranks_alone(mode, kind):
             assert leaf.addressable_shards[3].data.shape == half[name.split(".")[-1]], name
 
 
-@pytest.mark.parametrize("kind", [PARALLEL, HYBRID], ids=["2_tp2", "2x2_tp2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_collectives_over_ranks_move_divided_parameters_and_none_over_the_model_axis(mode, kind):
     mesh, sharded = on_mesh(kind)

@@ -433,7 +433,7 @@ def two_axes(rank: int, world_size: int, directory: str, *, skips: str = "") -> 
     train(model, directory, group=group, context=group, **options)
 
 
-@pytest.mark.parametrize(("axis", "others"), [("cp", "2, 3"), ("tp", "1, 3")])
+@pytest.mark.parametrize(("axis", "others"), [pytest.param("cp", "2, 3", marks=pytest.mark.exhaustive), ("tp", "1, 3")])
 def test_context_next_to_tensor_parallelism_names_the_axis(ranks, tmp_path, axis, others):
     ranks.run(1, partial(alone, mixes=True), str(tmp_path / "one"))
     ranks.run(4, two_axes, str(tmp_path / "right"))
