@@ -31,6 +31,7 @@ SETS = {
     "fourth": "fourth.toml",
     "fifth": "fifth.toml",
     "sixth": "sixth.toml",
+    "seventh": "seventh.toml",
 }
 _MOST = 1_000_000
 """Characters of the output of a script."""
