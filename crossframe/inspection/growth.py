@@ -5,6 +5,7 @@ of m values the former has a probability of 1 / m!, and m is the smallest number
 together, is at most `FALSE_GROWTH`. A series that ends at a thousand times its smallest value is always reported.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -71,15 +72,12 @@ def least_rises(num_series: int) -> int:
     >>> least_rises(1), least_rises(100)
     (7, 9)
     """
-    length = 2
-    while math.factorial(length) * FALSE_GROWTH < num_series:
-        length += 1
-    return length
+    return next(length for length in itertools.count() if math.factorial(length) * FALSE_GROWTH >= num_series)
 
 
 def _of_series(name: str, points: Sequence[tuple[int, float]], least: int) -> Growth | None:
     points = [point for point in points if point[1] > 0 and math.isfinite(point[1])]
-    if len(points) < 2:
+    if not points:
         return None
     at = len(points) - 1
     while at and points[at - 1][1] < points[at][1]:
@@ -102,12 +100,15 @@ def _series(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> dict[
         for value in values:
             for name, is_number in _names(recording, value, shard):
                 sums.setdefault(name, [0.0, 0.0])
-                sums[name][0] += value.norm if is_number else value.norm**2
+                total = sums[name][0]
+                sums[name][0] = (
+                    total + value.norm if is_number else math.hypot(total, value.norm)
+                )  # squares may overflow
                 sums[name][1] += 1 if is_number else 0
                 if value.num_not_finite:
                     sums[name][0] = math.nan
         for name, (total, count) in sums.items():
-            found.setdefault(name, []).append((step, total / count if count else math.sqrt(total)))
+            found.setdefault(name, []).append((step, total / count if count else total))
     return found
 
 

@@ -145,7 +145,7 @@ class Manifest:
     def products_in(self) -> str:
         """The format to which factors of products are rounded (`crossframe.recording.program.products_in`)."""
         program = self.settings.get(PROGRAM) or {}
-        return products_in(self.framework, self.dtype, program, (param.shape for param in self.params.values()))
+        return products_in(self.dtype, program, (param.shape for param in self.params.values()))
 
     @cached_property
     def unit_of(self) -> dict[str, str]:

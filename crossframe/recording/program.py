@@ -11,6 +11,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ _BFLOAT16 = ("bf16_bf16_f32", "bf16_bf16_bf16")
 _LARGEST_KERNEL = 64
 
 
-def products_in(framework: str, dtype: str, program: Mapping[str, Any], shapes: Iterable[Sequence[int]]) -> str:
+def products_in(dtype: str, program: Mapping[str, Any], shapes: Iterable[Sequence[int]]) -> str:
     """The format to which factors of matrix products and convolutions are rounded: `dtype`, or a coarser one.
 
     GPUs round float32 factors to TF32: torch in convolutions by default and in matrix products if asked to, JAX by default in
@@ -93,21 +94,21 @@ def products_in(framework: str, dtype: str, program: Mapping[str, Any], shapes: 
         program: the setting `PROGRAM`.
         shapes: of the parameters. Of a convolution's weight the last dims, of more than two, are those of its kernel.
 
-    >>> products_in("torch", "float32", {"device": "cuda H100", "matmul": "high"}, [(8, 8)])
+    >>> products_in("float32", {"device": "cuda H100", "matmul": "high"}, [(8, 8)])
     'tf32'
-    >>> products_in("torch", "float32", {"device": "cuda H100", "matmul": "highest", "tf32": True}, [(8, 8)])
+    >>> products_in("float32", {"device": "cuda H100", "matmul": "highest", "tf32": True}, [(8, 8)])
     'float32'
-    >>> products_in("jax", "float32", {"device": "gpu H100", "matmul": "None"}, [(8, 8)])
+    >>> products_in("float32", {"device": "gpu H100", "matmul": "None"}, [(8, 8)])
     'tf32'
-    >>> products_in("jax", "float32", {"device": "gpu H100", "matmul": "BF16_BF16_F32"}, [(8, 8)])
+    >>> products_in("float32", {"device": "gpu H100", "matmul": "BF16_BF16_F32"}, [(8, 8)])
     'bfloat16'
     """
-    kind = str(program.get(DEVICE, "cpu")).partition(" ")[0]
+    kind = str(program.get(DEVICE)).partition(" ")[0]  # "None" if it is not stated
     if dtype != "float32" or kind not in ("cuda", "gpu", "rocm", "tpu"):
         return dtype
-    precision = str(program.get(MATMUL, _EXACT[0])).lower()
+    precision = str(program.get(MATMUL, "highest")).lower()
     exact = precision in _EXACT
-    if exact and framework == "torch" and program.get(TF32_IN_CONVOLUTIONS) is True:
+    if exact and program.get(TF32_IN_CONVOLUTIONS) is True:
         exact = not any(len(shape) > 2 and shape[-1] <= _LARGEST_KERNEL for shape in shapes)
     if exact:
         return dtype
@@ -119,11 +120,8 @@ def source_digest() -> str:
     found = hashlib.sha256()
     for path in sorted(sources())[:_MOST_FILES]:
         found.update(path.name.encode(errors="surrogateescape") + b"\0")
-        try:
-            with open(path, "rb") as file:
-                found.update(hashlib.sha256(file.read(_LARGEST)).digest())
-        except OSError:
-            continue
+        with suppress(OSError), open(path, "rb") as file:
+            found.update(hashlib.sha256(file.read(_LARGEST)).digest())
     return found.hexdigest()[:16]
 
 
@@ -147,7 +145,7 @@ def sources() -> set[Path]:
     """The script and all modules imported so far that are neither installed nor in the standard library."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files.add(sys.argv[0] if sys.argv else None)
-    known = (file if os.path.isabs(file) else os.path.abspath(file) for file in files if isinstance(file, str))
+    known = (os.path.abspath(file) for file in files if isinstance(file, str))
     return {path for path in map(_source, known) if path is not None}
 
 

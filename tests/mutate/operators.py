@@ -39,7 +39,10 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 # Functions to which the order of arguments is the same.
-UNORDERED = ("min", "max")
+UNORDERED = (
+    *("min", "max", "distance", "common_steps"),
+    *("np.array_equal", "np.maximum", "np.minimum", "math.gcd", "math.hypot", "math.lcm"),
+)
 MODULE = 0
 
 
@@ -213,8 +216,7 @@ def _changed(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _changed_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    ordered = not (isinstance(node.func, ast.Name) and node.func.id in UNORDERED)
-    if ordered and not any(isinstance(argument, ast.Starred) for argument in node.args):
+    if ast.unparse(node.func) not in UNORDERED and not any(isinstance(argument, ast.Starred) for argument in node.args):
         for i in range(len(node.args) - 1):
             if ast.dump(node.args[i]) == ast.dump(node.args[i + 1]):
                 continue

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 PROBES = "CROSSFRAME_MUTATE_PROBES"
 """The environment variable with the folder in which a function makes a file, named by its number."""
 MODULE_PATH = "crossframe/_probe.py"
+ALONE = "crossframe/child.py"
+"""A script that finds the packages of the project, and can import none of them before."""
 MODULE_SOURCE = f"""import os
 
 SEEN = None  # in the process of pytest: what ran in a test so far
@@ -36,8 +38,8 @@ def with_probes(path: str, source: bytes, names: list[str]) -> bytes:
         begin = min([first, *getattr(first, "decorator_list", [])], key=lambda each: each.lineno)
         column = begin.col_offset - (begin is not first)  # the @ of a decorator
         separator = "; " if begin.lineno == node.lineno else "\n" + " " * column
-        hit = f'__import__("crossframe._probe")._probe.hit({len(names)}){separator}'
-        insertions.append((starts[begin.lineno - 1] + column, hit))
+        hit = _hit_alone(len(names)) if path == ALONE else f'__import__("crossframe._probe")._probe.hit({len(names)})'
+        insertions.append((starts[begin.lineno - 1] + column, f"{hit}{separator}"))
         names.append(f"{path}:{name}")
     if not insertions:
         insertions.append((len(source), f'\n__import__("crossframe._probe")._probe.hit({len(names)})\n'))
@@ -45,6 +47,11 @@ def with_probes(path: str, source: bytes, names: list[str]) -> bytes:
     for place, hit in sorted(insertions, reverse=True):
         source = source[:place] + hit.encode() + source[place:]
     return source
+
+
+def _hit_alone(number: int) -> str:
+    """The same, of a source that cannot import it."""
+    return f'[open(f"{{folder}}/{number}", "a").close() for folder in [__import__("os").environ.get({PROBES!r})] if folder]'
 
 
 def functions_of(source: bytes) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, int]]:

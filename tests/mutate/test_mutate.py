@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.mutate.operators import MODULE, mutants_of
-from tests.mutate.probes import with_probes
+from tests.mutate.probes import ALONE, PROBES, with_probes
 from tests.mutate.suite import COPIED, QUICK, SLOW
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +62,8 @@ def test_each_kind_of_fault(source, expected):
         "x = 'a message of some words'",
         "x = zip(a, strict=c)",
         "x = f(a.b, a.b)",
+        "x = distance(a, b)",
+        "x = math.hypot(a, b)",
         "x = a.reshape(-1)",
         "__all__ = ['a']",
         "T = TypeVar('T', str, int)",
@@ -160,3 +162,11 @@ def test_functions_note_that_they_run():
     hits.clear()
     exec(with_probes("y.py", b"A = 1", functions), names)
     assert [functions[number] for number in hits] == ["y.py:"]
+
+
+def test_a_script_that_finds_the_packages_notes_that_it_runs_without_them(tmp_path, monkeypatch):
+    functions, names = ["x.py:f"], {}
+    exec(with_probes(ALONE, b"def g():\n    return 3\n", functions), names)
+    assert names["g"]() == 3 and functions[1:] == [f"{ALONE}:g"]
+    monkeypatch.setenv(PROBES, str(tmp_path))
+    assert (names["g"](), names["g"](), [path.name for path in tmp_path.iterdir()]) == (3, 3, ["1"])

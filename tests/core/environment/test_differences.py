@@ -17,7 +17,7 @@ from crossframe.environment.collect import variables_of
 from crossframe.environment.command import arguments_of
 from crossframe.environment.configuration import format_configuration, read_configuration
 from crossframe.environment.effects import ACCELERATOR, CPU, TABLE, row_of
-from crossframe.environment.facts import SECTIONS
+from crossframe.environment.facts import LONGEST, SECTIONS
 from crossframe.errors import RecordingError, UsageError
 from crossframe.recording import program
 from tests.core.environment.cases import CASES
@@ -356,6 +356,14 @@ def test_damaged_environments_raise(tmp_path, content, expected):
     (tmp_path / "rank00000" / "environment.json").write_text(content)
     with pytest.raises(RecordingError, match=f"{expected}.*record the run again"):
         read_environment(tmp_path, 0)
+
+
+def test_names_and_texts_have_a_largest_length():
+    longest = "x" * LONGEST
+    assert Environment({"packages": {longest: longest}})["packages"] == {longest: longest}
+    for facts in ({f"{longest}x": 1}, {"x": f"{longest}x"}):
+        with pytest.raises(RecordingError, match=f"'packages': expected .* at most {LONGEST} characters, got"):
+            Environment({"packages": facts})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One recording examined by itself: what is found where, and nothing in a right one."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -214,7 +215,10 @@ def test_a_parameter_that_strays_is_a_departure(inspected):
 def test_losses_that_double_grow(inspected):
     rising = lambda phase, step, rank, name, x: x * 0 + 2.0**step if phase == "forward" else x  # noqa: E731
     found = inspected(rising, steps=9)
-    assert (found.growing[0].name, found.growing[0].start, found.growing[0].factor) == ("loss", 0, pytest.approx(2.0))
+    assert [(each.name, each.start, each.stop, each.first, each.last) for each in found.growing] == [
+        ("loss", 0, 8, 1, 256)
+    ]
+    assert found.growing[0].factor == pytest.approx(2.0)
     assert not found.is_faulty
 
 
@@ -224,6 +228,27 @@ def test_outputs_of_a_module_that_double_grow(inspected):
     assert [(each.name, each.factor) for each in found.growing] == [
         ("norm of the output of module 'block'", pytest.approx(2.0, rel=0.2))
     ]
+
+
+def test_the_fastest_growth_comes_first(inspected):
+    rates = {("forward", ""): 2.0, ("output", "block"): 3.0, ("output", ""): 2.5}
+    rising = lambda phase, step, rank, name, x: x * rates[phase, name] ** step if (phase, name) in rates else x  # noqa: E731
+    factors = [each.factor for each in inspected(rising, steps=12, schedule=Schedule(dense=12, every=1)).growing]
+    assert factors == [pytest.approx(each, rel=0.1) for each in (3.0, 2.5, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param([1e200], [math.sqrt(12) * 1e200], id="the square overflows"),
+        pytest.param([1e308], [], id="the norm overflows"),
+        pytest.param([1e200, np.nan], [], id="not all are finite"),
+    ],
+)
+def test_gradients_explode_while_their_norm_is_finite(inspected, values, expected):
+    """The embedding has 12 elements."""
+    found = inspected(at("reduce", 2, None, "embed", lambda array: np.resize(values, array.shape))).growing
+    assert [each.last for each in found if each.name == "gradient norm"] == [pytest.approx(each) for each in expected]
 
 
 def test_optimizers_without_a_known_rule_are_noted(inspected):

@@ -1,5 +1,6 @@
 """What an inspection tells of one recording with one fault, sentence by sentence, kept in inspections.json."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,16 @@ def test_inspection_of_a_changed_run(name: str, tmp_path: Path) -> None:
 SERIES = {
     "doubles": [2.0**i for i in range(9)],
     "doubles too late": [3.0, 2.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
-    "rises by less than twice": [1 + i / 10 for i in range(9)],
+    "doubles just in time": [2.0, *(2.0**i for i in range(8))],
+    "rises by less than twice": [10.0 + i for i in range(9)],
     "rises to twice": [1 + i / 8 for i in range(9)],
     "stands still once": [1.0, 2.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0],
     "explodes": [1.0, 0.5, 3.0, 1.0, 2.0, 1.0, 2.0, 1.0, 500.0],
     "almost explodes": [1.0, 0.5, 3.0, 1.0, 2.0, 1.0, 2.0, 1.0, 499.0],
+    "explodes at once": [0.5, 500.0],
+    "explodes after zeros and infinities": [0.0, math.inf, 1.0, math.inf, 0.0, 1000.0],
+    "is one number": [1.0],
+    "is zero": [0.0, 0.0],
     "falls": [2.0**-i for i in range(9)],
 }
 
