@@ -37,7 +37,7 @@ class Noted:
         """The shapes of parameters by their paths, of each model whose optimizer was initialised, and of each parameter the last
         part of its path with its shape."""
         self.initial: dict[int, Any] = {}
-        """The arrays of these parameters by their ids, if there are several trees, until the recording begins."""
+        """The arrays of these parameters by their ids, until the recording begins."""
 
     @property
     def num_models(self) -> int:
