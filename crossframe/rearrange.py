@@ -221,11 +221,15 @@ class Rearrangement:
         return np.ravel_multi_index([at[name] for name in after], [sizes[name] for name in after])
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The parameter from the parts of its arrays."""
+        """The parameter from the parts of its arrays.
+
+        Raises:
+            MappingError: the parts have other shapes beside the joint.
+        """
         whole = parts[0]
         if len(parts) > 1:
             dim, _ = self._joint
-            shapes = [self._opened(part.shape) for part in parts]
+            shapes = self._all_opened([part.shape for part in parts])
             whole = _concatenate([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], dim + 1)
             whole = whole.reshape((*whole.shape[:dim], -1, *whole.shape[dim + 2 :]))
         for dim, ends in self._parsed.pads.items():
@@ -233,9 +237,14 @@ class Rearrangement:
         return whole
 
     def join_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape of the parameter, from the shapes of its parts."""
+        """The shape of the parameter, from the shapes of its parts.
+
+        Raises:
+            MappingError: the parts have other shapes beside the joint.
+        """
         found, (dim, _) = list(shapes[0]), self._joint
         if len(shapes) > 1:
+            self._all_opened(shapes)
             found[dim] = sum(shape[dim] for shape in shapes)
         for dim, ends in self._parsed.pads.items():
             found[dim] += sum(ends)
@@ -302,6 +311,16 @@ class Rearrangement:
         dim, num = self._joint
         outer = math.prod(self._fit_after(tuple(shape))[name] for name in self.right[dim][:num]) if num else 1
         return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+
+    def _all_opened(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The same of all parts of a parameter."""
+        found, dim = [self._opened(shape) for shape in shapes], self._joint[0]
+        if len({(*opened[: dim + 1], *opened[dim + 2 :]) for opened in found}) > 1:
+            raise MappingError(
+                f"pattern {self.text!r}: expected parts that differ in the axes after the joint alone, got shapes "
+                f"{', '.join(str(tuple(shape)) for shape in shapes)}"
+            )
+        return found
 
     def sizes(self, shape: tuple[int, ...]) -> Mapping[str, int]:
         """The size of each axis for an array of this shape, as far as it belongs to the parameter."""

@@ -291,17 +291,16 @@ class _Matcher:
     def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
         """The rearrangement under which the values agree; None if there is none."""
         sums = self._first.sums(ours)
+        if sums is not None and not sums.tells:
+            return None
+        shapes = self._first.shape(ours), self._second.shape(theirs)
+        forms = itertools.chain(_forms(*shapes), self._forms_of_weights(ours, theirs))
         if sums is None:
-            shapes = self._first.shape(ours), self._second.shape(theirs)
-            forms = itertools.chain(_forms(*shapes), self._forms_of_weights(ours, theirs))
             distances = ((form, self._apart(ours, theirs, form)) for form in forms)
             return next((form for form, apart in distances if apart is not None and apart <= self._near), None)
-        if not sums.tells:
-            return None
         a, b = self._first.array(ours), self._second.array(theirs)
         if a is None or b is None or a.size != b.size:
             return None
-        forms = itertools.chain(_forms(a.shape, b.shape), self._forms_of_weights(ours, theirs))
         return next((form for form in forms if np.linalg.norm(a - form(b)) <= self._near * sums.norm), None)
 
     def _forms_of_weights(self, ours: Of, theirs: Of) -> list[Rearrangement]:

@@ -237,9 +237,11 @@ def _blocks_apart(
         if outer == blocks:
             return left, right, sizes, num
         whole, rest = divmod(blocks, outer)
-        if rest or (sizes[name] % whole and whole % sizes[name]):
+        if rest:
             return None
         if sizes[name] > whole or (apart and sizes[name] == whole):
+            if sizes[name] % whole:
+                return None
             new = next(each for each in _NAMES if each not in sizes)
             sizes |= {name: whole, new: sizes[name] // whole}
             for dim in (*left, *right):

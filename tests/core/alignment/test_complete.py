@@ -1,9 +1,12 @@
 """Parameters whose values differ, matched by structure to compare them."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, unlike_other_layers
+from crossframe.param_map import MapEntry, ParamMap
 from tests.core.alignment import test_portions as models
 
 
@@ -61,6 +64,19 @@ def test_values_exchanged_in_one_layer_are_named():
         found = align(changed, second(params)).param_map
         assert {"h.1.attn.k.weight", "h.1.attn.v.weight"} <= set(unlike_other_layers(found))
         assert all(name.startswith("h.1.attn.") for name in unlike_other_layers(found))
+
+
+def test_values_exchanged_in_one_expert_are_named():
+    def entries(*exchanged):
+        for layer, expert, k in itertools.product(range(3), range(4), "ab"):
+            part = "ba"["ab".index(k)] if (layer, expert) in exchanged else k
+            yield MapEntry(f"h.{layer}.experts.{expert}.{k}", f"layers.{layer}.experts.{expert}.{part}")
+
+    assert unlike_other_layers(ParamMap(tuple(entries()))) == ()
+    odd = unlike_other_layers(ParamMap(tuple(entries((1, 2), (2, 0)))))
+    assert sorted(odd) == [f"h.{each}.{k}" for each in ("1.experts.2", "2.experts.0") for k in "ab"]
+    # No majority shows where parameters belong.
+    assert unlike_other_layers(ParamMap(tuple(entries(*((1, i) for i in range(4)), (0, 0), (0, 1))))) == ()
 
 
 def test_similar_gradients_decide_between_equal_values_where_a_fault_may_be():
@@ -164,6 +180,23 @@ def test_equal_names_in_corresponding_modules_decide_last():
     assert found.param_map.by_name["h.1.norm2.weight"].path == "layers.1.norm2.weight"
     assert NAMES in found.evidence.values()
     assert len(align(first, second, gradients).param_map.entries) == 4  # not in a map that is not checked against a run
+
+
+@pytest.mark.parametrize("pairs", [{"a": "b", "b": "c", "x": "x"}, {"b": "a", "c": "b", "x": "x"}])
+def test_equal_names_do_not_take_a_parameter_that_has_a_counterpart(pairs):
+    """A correct gradient decides about the first parameter, the name about the last one."""
+    first, second = (
+        {f"{outer}.{each}": np.ones(4) for each in names}
+        for outer, names in zip("hl", zip(*pairs.items(), strict=True), strict=True)
+    )
+    gradients = faulty_gradients(first, second)
+    known, *_ = pairs.items()
+    gradients[1][f"l.{known[1]}"] = gradients[0][f"h.{known[0]}"]
+    found = align(first, second, gradients, may_differ=True)
+    assert {entry.name: entry.path for entry in found.param_map.entries} == {
+        f"h.{a}": f"l.{b}" for a, b in pairs.items()
+    }
+    assert found.evidence["h.x"] == NAMES
 
 
 def test_the_last_parameter_does_not_take_the_order_of_gates():

@@ -222,6 +222,15 @@ def test_features_are_permuted_as_the_weights_are(fault):
     assert np.array_equal(form(y), to_first(y))
 
 
+def test_features_that_are_all_equal_stay_in_place():
+    x, y = values(0), np.repeat(values(1, shape=(2, 3, 1)), 12, axis=2)
+    first = Run({("q", "input"): x, ("q", "output"): y})
+    second = Run({("wq", "input"): x, ("wq", "output"): y}, params={"wq.w": (12, 4)})
+    entry = MapEntry("q.weight", "wq.w", "(h w=2 c=3) i -> (h c w) i")
+    found = match_activations(first, second, ParamMap((entry,)))
+    assert found["q", "output"] == (("wq", "output"), None)
+
+
 @pytest.mark.parametrize(("loss", "compared"), [(1.0, False), (1.1, True)], ids=["loss agrees", "loss differs"])
 def test_what_differs_without_effect_is_not_one_activation(loss, compared):
     # The second attention adds the residual, which in the first model its layer does.

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from crossframe.alignment import Alignment, align, align_either_way
+from crossframe.alignment.portions import Rows, cut_text, joined_text
 from crossframe.param_map import ParamMap
+from crossframe.rearrange import Rearrangement
 from tests.core.helpers.kept_texts import check_text
 
 TEXTS = Path(__file__).with_name("maps.json")
@@ -222,6 +224,55 @@ def test_a_value_that_differs_is_not_hidden_by_a_portion():
     assert len(found.param_map.entries) == len(params) - len(names)
     shadow = dict(model(1))
     check(found, shadow, joined(flat(separate(shadow)), *QKV, concatenated(-1)))
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (1, 1), (2, 2), (1, 3, 1)])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rows_of_arrays_that_alternate_in_blocks_are_joined(counts, blocks):
+    parts = [np.random.default_rng(i).normal(size=(blocks, count, 5)) for i, count in enumerate(counts)]
+    first, second = np.concatenate(parts, 1).reshape(-1, 5), [part.reshape(-1, 5) for part in parts]
+    for own, others in ((first, second), (first.T, second), (first, [part.T for part in second])):
+        (entry,) = align({"p": own}, {str(i): other for i, other in enumerate(others)}).param_map.entries
+        assert np.array_equal(entry.to_canonical(*others), own)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "apart", "expected"),
+    [
+        ("a b -> a b", (3, 5), False, "a b -> (a +) b"),
+        ("a b -> a b", (3, 5), True, "(a=3 c) b -> (a + c) b"),
+        ("a b -> b a", (5, 6), True, "a (b=3 c) -> (b + c) a"),
+        ("a=2 b c -> (b a) c", (2, 3, 5), False, "a b=3 c -> (b + a) c"),
+        ("a=1 b c -> (a b) c", (1, 3, 5), True, "a=1 (b=3 d) c -> (a b + d) c"),
+    ],
+)
+def test_arrays_of_three_blocks_are_joined_behind_an_axis(pattern, shape, apart, expected):
+    form = Rearrangement(pattern)
+    rows = form.shape(shape)[0]
+    assert joined_text(form, shape, Rows(0, 3, 0, rows // 3, rows), apart=apart) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "blocks", "start", "period", "expected"),
+    [
+        ("(a b=2) c -> c (a b)", 1, 2, 16, "(a[1:7/8] b=2) c -> c (a b)"),
+        ("(a b=2) c -> c (a b)", 3, 2, 8, "(a d[1:3/4] b=2) c -> c (a d b)"),
+        ("(a b=2) c -> c (a b)", 6, 2, 6, "(a b[2:4/6]) c -> c (a b)"),
+        ("(a b=2) c -> c (a b)", 12, 2, 5, "(a b=2 [2/5]) c -> c (a b)"),
+        ("(a b=6) c -> (b a) c", 4, 2, 7, "(a=2 b=2 d[2:5/7]) c -> (b d a) c"),
+        pytest.param("(a b=2) c -> c (a b)", 4, 2, 8, None, id="blocks end inside of an axis"),
+        pytest.param("(a b=2 c=3) d -> (c a b) d", 3, 3, 9, None, id="axes end inside of blocks"),
+        pytest.param("(a b=2) c -> c (a b)", 2, 3, 10, None, id="rows begin inside of an axis"),
+        pytest.param("(a b=2) c -> c (a b)", 2, 2, 11, None, id="rows end inside of an axis"),
+    ],
+)
+def test_rows_are_cut_where_axes_end(pattern, blocks, start, period, expected):
+    rows, form = Rows(0, blocks, start, 12 // blocks, period), Rearrangement(pattern)
+    text = cut_text(form, (12, 3), rows)
+    assert text == expected
+    if text is not None:
+        whole = np.random.default_rng(0).normal(size=(blocks * period, 3))
+        assert np.array_equal(Rearrangement(text)(whole), form(rows.of(whole)))
 
 
 def test_arrays_of_other_dims_that_are_joined_have_the_names():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -122,6 +123,23 @@ def test_several_arrays_are_joined():
     assert behind.joint_dim == 1 and behind.right == (("a",), (), ("b",))
     joined = behind.join([behind(np.ones((2, 3))), behind(np.zeros((2, 3)))])
     assert joined.tolist() == [[[1] * 3, [0] * 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shapes"),
+    [
+        pytest.param("a b -> (a +) b", [(3, 5), (6, 5)], id="before the joint"),
+        pytest.param("(a b=2) c -> (a + b) c", [(6, 5), (8, 5)], id="before the joint, in its dim"),
+        pytest.param("a b -> a + b", [(3, 5), (3, 6)], id="after its dim"),
+        pytest.param("a b -> a b", [(3, 5), (3, 6)], id="in another dim"),
+    ],
+)
+def test_parts_with_other_shapes_beside_the_joint_raise(pattern, shapes):
+    form = Rearrangement(pattern)
+    parts = [form(np.ones(shape)) for shape in shapes]
+    for join in (lambda: form.join(parts), lambda: form.join_shapes([part.shape for part in parts])):
+        with pytest.raises(MappingError, match=f"{re.escape(pattern)}.* got shapes {re.escape(str(parts[0].shape))}, "):
+            join()
 
 
 @pytest.mark.parametrize(
