@@ -6,6 +6,7 @@ recorded without this dim, and the samples of all devices are one batch, as in `
 """
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,9 @@ class Mapped:
         result = self._plain(*args, **kwargs)
         session.mapped()
         return result
+
+    def __get__(self, owner: Any, _: Any = None) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

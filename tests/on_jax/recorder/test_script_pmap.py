@@ -28,12 +28,17 @@ FORMS = {
     "updates added by hand": IN_PMAP.replace(
         "optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)"
     ),
+    "a method": IN_PMAP.replace(
+        _CALL,
+        "class Updater:\n    step = jax.pmap(lambda self, *args: step(*args), 'data', static_broadcasted_argnums=0)\n"
+        "updater = Updater()\n",
+    ).replace("= step(params, opt_state, parts)", "= updater.step(params, opt_state, parts)"),
     "a static argument and random keys": IN_PMAP.replace("(params, opt_state, batch):", "(name, params, opt_state, batch, key):")
     .replace(_CALL, 'step = jax.pmap(step, axis_name="data", static_broadcasted_argnums=0)\n')
     .replace("step(params, opt_state, parts)", "step('name', params, opt_state, parts, jax.random.split(jax.random.PRNGKey(1)))"),
 }  # fmt: skip
 """Scripts that train alike."""
-QUICK = ("donated", "a static argument and random keys")
+QUICK = ("donated", "a method", "a static argument and random keys")
 
 ACCUMULATED = SCANNED.replace("@jax.jit\n", '@partial(jax.pmap, axis_name="data")\n')
 for _own, _mapped in (
