@@ -76,7 +76,7 @@ def run_as_main(script: str) -> dict[str, Any]:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
-    module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __package__=None, __annotations__={})
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __annotations__={})
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
     return module.__dict__

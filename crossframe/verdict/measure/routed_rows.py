@@ -145,7 +145,7 @@ def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | No
         return np.arange(num_rows)
     spread = norm(a - a.mean(axis=0)) / np.sqrt(num_rows)
     order = _assigned(a, b, min(bound * size / np.sqrt(num_rows), spread / 2))
-    if order is None or distance(a, b[order]) > bound * size:
+    if order is None:
         return None
     moved = order != np.arange(num_rows)
     is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())

@@ -244,6 +244,7 @@ RIGHT, UNEVEN = Run(), Run(counts=(4, 2))
 MASKED = Run(causal=False, padding=1)
 TIED = Run(counts=(1,), microbatches=2, head=True)
 PARTS, SINGLE = Run(microbatches=2), Run(microbatches=2, dtype="float32")
+THREE = Run(microbatches=3)
 FAULTS: dict[str, tuple[str, Run, Run]] = {
     "positions one late": ("shifted_positions", RIGHT, Run(shift=1)),
     "positions two late": ("shifted_positions", RIGHT, Run(shift=2)),
@@ -268,6 +269,11 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "mean of means": ("uneven_weights", UNEVEN, replace(UNEVEN, reduce=plain_mean)),
     "first microbatch lost": ("lost_microbatch", PARTS, replace(PARTS, local=without(0))),
     "last microbatch lost": ("lost_microbatch", PARTS, replace(PARTS, local=without(1))),
+    "lost, and divided by the others": (
+        "lost_microbatch",
+        THREE,
+        replace(THREE, local=lambda r, own: [1.5 * grad for grad in own[1:]]),
+    ),
     "lost on one rank": ("lost_microbatch", PARTS, replace(PARTS, local=lambda r, own: own[:1] if r else own)),
     "lost in the sum": ("lost_microbatch", PARTS, replace(PARTS, reduce=lambda g, c: mean([own[1:] for own in g], c))),
     "lost without an embedding": (

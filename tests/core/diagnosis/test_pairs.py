@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from crossframe.dtypes import unit_roundoff
-from crossframe.recording import Recording
+from crossframe.recording import Recording, RecordingWriter
 from crossframe.verdict.diagnosis import Diagnosis, diagnose, diagnose_batches, needs_full_tensors
+from crossframe.verdict.diagnosis.case import case_of
+from crossframe.verdict.diagnosis.module_hypotheses import norm_epsilon
 from crossframe.verdict.diagnosis.stated_optimizer import betas_of
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.judge import judge
@@ -585,6 +587,25 @@ def test_other_batches_are_said_from_recordings(clean: Clean, tmp_path: Path) ->
             found
         )
     assert found.to_json() == {"signature": found.signature, "evidence": found.evidence}
+
+
+def test_inputs_of_another_shape_differ(clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, own = clean(**SINGLE), RecordingWriter.activation
+    monkeypatch.setattr(
+        RecordingWriter,
+        "activation",
+        lambda writer, *at_and_array: own(writer, *at_and_array[:-1], at_and_array[-1][:, :-1]),
+    )
+    found = diagnose_batches(right, record(tmp_path / "wrong", Faults(extra={"labels": 1}), **SINGLE))
+    assert found is not None and found.evidence.endswith("the output of embed differs, so inputs differ.")
+
+
+def test_other_norms_can_confirm_an_epsilon(clean: Clean, tmp_path: Path) -> None:
+    pair = Pair(clean(), record(tmp_path / "wrong", Faults(epsilon=1e-3)))
+    quantity, _ = first_diagnosis(pair, "float64")
+    (fit,) = norm_epsilon(case_of(pair, quantity, tight("float64")))
+    assert fit.claim.kind == "epsilon" and fit.claim.value == pytest.approx(1e-3) and fit.claim.error < 1e-9
+    assert not list(norm_epsilon(case_of(pair, quantity, tight("float64")).swap()))
 
 
 def test_gradients_that_are_not_finite_explain_nothing(clean: Clean, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from crossframe import processes
 from crossframe.processes import Child, end_children, end_on_signals, module_command, received_signal, run, starting
 
 
@@ -16,6 +17,8 @@ def command():
     folder, manner = sys.argv[1:]
     # As the command is started, whatever started the tests.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if manner == "nohup" else signal.SIG_DFL)
+    if manner == "stubborn":  # nothing but a second signal kills
+        processes.GRACE_SECONDS = 1000.0
     end_on_signals()
     try:
         with starting():

@@ -152,6 +152,15 @@ def test_perturbed_runs_are_moved_with_their_run(tmp_path):
     assert in_one_order(a, b)[1] is moved and in_one_order(a, a) == (a, a)
 
 
+@pytest.mark.parametrize(
+    ("order", "stated"), [(Order.TORCH, "torch"), (Order.UNSTATED, "unstated"), (Order.CONVOLUTION, "convolution")]
+)
+def test_orders_are_stated_as_in_recordings_that_exist(tmp_path, order, stated):
+    value = values_of(IMAGE)
+    _, b = pair_of(tmp_path, channels_first(value), value, order)
+    assert set(re.findall('"order": "(.*?)"', (b.directory / "rank00000/events.jsonl").read_text())) == {stated}
+
+
 def test_wrong_orders_are_refused(tmp_path):
     made = manifest(1, steps=1, detail="sketch")
     create_recording(tmp_path / "r", made)

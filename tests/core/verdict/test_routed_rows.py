@@ -6,7 +6,7 @@ import pytest
 from crossframe.recording import RecordingWriter
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure import routed_rows
-from crossframe.verdict.measure.routed_rows import matching_rows
+from crossframe.verdict.measure.routed_rows import matching_rows, may_be_reordered
 from tests.core.helpers import synthetic
 
 EXPERTS, WIDTH, BOUND = 3, 6, 1e-11
@@ -134,7 +134,7 @@ def test_rows_that_are_related_in_place_are_not_reordered():
 @pytest.mark.parametrize("num_rows", [2, 300, 2048])
 def test_rows_are_matched_one_by_one(num_rows):
     random = np.random.default_rng(num_rows)
-    a = random.normal(size=(num_rows, 5))
+    a = random.normal(size=(num_rows, 5)) + 3 * np.arange(5)
     a[: num_rows // 4] = a[random.integers(num_rows // 8 + 1, size=num_rows // 4)]  # several that are equal
     order = np.roll(random.permutation(num_rows), 1) if num_rows > 2 else np.array([1, 0])
     b = a[order] * (1 + 1e-14 * random.normal(size=a.shape))
@@ -142,3 +142,44 @@ def test_rows_are_matched_one_by_one(num_rows):
     assert sorted(found) == list(range(num_rows)) and np.abs(b[found] - a).max() < 1e-12
     b[num_rows // 2] += 1e-6
     assert matching_rows(a, b, BOUND) is None
+
+
+def test_rows_that_are_equal_in_place_stay_there():
+    a = np.random.default_rng(0).normal(size=(40, 5))
+    for b in (a, a * (1 + 1e-13), a + np.eye(40, 5) * 1e-12):
+        assert matching_rows(a, b, BOUND).tolist() == list(range(40))
+    assert matching_rows(0 * a, 0 * a, BOUND) is None
+    for value in (np.nan, np.inf):
+        wrong = a.copy()
+        wrong[3, 2] = value
+        assert all(matching_rows(*pair, BOUND) is None for pair in ((a, wrong), (wrong, a), (wrong, wrong)))
+
+
+@pytest.mark.parametrize(("distance", "matches"), [(0.49, True), (0.51, False)])
+def test_rows_match_up_to_half_of_their_spread(distance, matches):
+    """The bound alone would allow twice the distance."""
+    random = np.random.default_rng(0)
+    a, order = random.normal(size=(30, 64)), random.permutation(30)
+    away = random.normal(size=a.shape)
+    spread = np.sqrt(np.square(a - a.mean(axis=0)).sum() / 30)
+    b = (a + distance * spread * away / np.linalg.norm(away, axis=1, keepdims=True))[order]
+    found = matching_rows(a, b, 1.0)
+    assert (None if found is None else found.tolist()) == (np.argsort(order).tolist() if matches else None)
+
+
+def test_rows_may_be_reordered_if_their_columns_are_equal_but_not_in_place():
+    random = np.random.default_rng(0)
+    a, rounding = random.normal(size=(400, 5)) + 3 * np.arange(5), 1 + 1e-14 * random.normal(size=(400, 5))
+    some = np.concatenate([random.permutation(20), np.arange(20, 400)])
+    for order in (random.permutation(400), some):
+        b = a[order] * rounding
+        assert may_be_reordered(a, b, BOUND) and may_be_reordered(b, a, BOUND)
+        b[7] += 1e-6
+        assert not may_be_reordered(a, b, BOUND)
+        for value in (np.nan, np.inf):
+            wrong = a[order]
+            wrong[3, 2] = value
+            assert not any(may_be_reordered(*pair, BOUND) for pair in ((a, wrong), (wrong, a), (wrong, wrong)))
+    assert not may_be_reordered(a, a * rounding, BOUND)
+    related = np.sin(np.arange(400)[:, None] * np.linspace(0.01, 0.02, 5))
+    assert not may_be_reordered(related, np.roll(related, 1, axis=0), BOUND)

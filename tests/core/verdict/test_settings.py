@@ -202,6 +202,9 @@ COSINE_IN_FLOAT32 = [
 ]
 
 
+RATES = {"learning_rate": 0.5}, {"learning_rate": 0.25}
+
+
 @pytest.mark.parametrize(
     ("first", "second", "fields", "expected"),
     [
@@ -218,6 +221,11 @@ COSINE_IN_FLOAT32 = [
         ([[0.1]], [[0.1]], ({"learning_rate": 0.5}, {}), None),
         ([[0.1, 0.2]], [[0.1, 0.3]], ({}, {}), Setting("learning_rate", 0.2, 0.3, UPDATE, scheduled=True)),
         ([[0.1, 0.2]], [[0.1]], ({}, {}), None),
+        pytest.param([[0.1], [0.2]], [[0.1]], ({}, {}), None, id="of one step alone"),
+        pytest.param([[0.1]], [[0.1], [0.2]], ({}, {}), None, id="of one step alone, in the other order"),
+        pytest.param([[0.1]], [], ({}, {}), None, id="of one side alone"),
+        pytest.param([], [[0.1]], ({}, {}), None, id="of one side alone, in the other order"),
+        pytest.param([], [[0.1]], RATES, Setting("learning_rate", 0.5, 0.25, UPDATE), id="in settings of both"),
         (COSINE, COSINE_IN_FLOAT32, ({}, {}), None),
         (
             [[1.0], [0.0]],

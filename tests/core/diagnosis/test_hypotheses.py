@@ -1,0 +1,81 @@
+"""One hypothesis at a time, tried on a difference that is made for it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossframe.recording.event_format import FORWARD, REDUCE, UPDATE
+from crossframe.verdict.diagnosis.case import Case, case_of
+from crossframe.verdict.diagnosis.layer_hypotheses import shifted_positions
+from crossframe.verdict.diagnosis.optimizer_hypotheses import change_of_update
+from crossframe.verdict.measure.pair import Pair
+from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import quantity
+
+LIMIT, UNKNOWN = 1e-9, {"optimizer": "Lion"}
+START = synthetic.initial("embed", "float64")
+INPUT_OF_BLOCK = {"phase": FORWARD, "module": "block", "use": "input", "parameter": "", "rank": 0}
+MOVED = np.random.default_rng(5).normal(size=START.shape)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    """A case of two recordings without an optimizer's rule, whose values of one quantity are given."""
+
+    def case(first: np.ndarray, second: np.ndarray, *, more: float = 0.0, **fields: Any) -> Case:
+        change = synthetic.only("parameters", "embed", lambda array: array + more)
+        pair = Pair(
+            synthetic.record(tmp_path / "a", synthetic.manifest(2, settings=UNKNOWN)),
+            synthetic.record(tmp_path / "b", synthetic.manifest(2, settings=UNKNOWN), tamper=change),
+        )
+        return case_of(pair, quantity(first, second, **fields), lambda each: LIMIT)
+
+    return case
+
+
+@pytest.mark.parametrize(
+    ("wrong", "more", "expected"),
+    [
+        pytest.param(2.5 * MOVED, 0.0, ("constant_factor", "rate", 2.5), id="larger"),
+        pytest.param(0.5 * MOVED, 0.0, ("constant_factor", "rate", 0.5), id="smaller"),
+        pytest.param(MOVED - 0.1 * START, 0.0, ("weight_decay", "decay of update", -0.1), id="decay"),
+        pytest.param(np.tanh(MOVED), 0.0, None, id="another function"),
+        pytest.param(-MOVED, 0.0, None, id="another sign"),
+        pytest.param(2.5 * MOVED, 0.1, None, id="larger from another start"),
+        pytest.param(MOVED - 0.1 * START, 0.1, None, id="decay from another start"),
+    ],
+)
+def test_updates_from_equal_parameters_are_explained(made, wrong, more, expected):
+    case = made(START + MOVED, START + more + wrong, more=more, phase=UPDATE, parameter="embed")
+    found = list(change_of_update(case))
+    assert [(fit.signature, fit.claim.kind) for fit in found] == ([expected[:2]] if expected else [])
+    for fit in found:
+        assert fit.claim.value == pytest.approx(expected[2]) and fit.claim.error < LIMIT
+        assert (fit.residual, fit.error) == (pytest.approx(0, abs=LIMIT), 0)
+
+
+def test_an_update_of_zero_is_no_factor(made):
+    case = made(START, START + MOVED, phase=UPDATE, parameter="embed")
+    assert not list(change_of_update(case)) and not list(change_of_update(case.swap()))
+
+
+def test_what_is_no_update_has_another_explanation(made):
+    assert not list(change_of_update(made(START + MOVED, START + 2 * MOVED, phase=REDUCE, parameter="embed")))
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2, 5)])
+@pytest.mark.parametrize("by", [1, -1])
+def test_positions_are_found_in_activations_with_and_without_a_batch(made, batch, by):
+    """The row instead of that before the table is unknown."""
+    tokens, rows = np.random.default_rng(3).normal(size=(*batch, 3, 3)), START[[1, 2, 3] if by > 0 else [3, 0, 1]]
+    case = made(tokens + START[:3], tokens + rows, **INPUT_OF_BLOCK)
+    (fit,) = shifted_positions(case)
+    assert (fit.signature, fit.claim.value) == ("shifted_positions", by)
+    assert f"b looks up each position in 'embed' 1 row {'later' if by > 0 else 'earlier'} than a" in fit.evidence
+
+
+def test_positions_need_two_dims(made):
+    case = made(START[0], START[1], **INPUT_OF_BLOCK)
+    assert not list(shifted_positions(case))
