@@ -665,6 +665,12 @@ def test_two_masks_of_one_dropout_are_told() -> None:
     first, second = (x * (rng.random(x.shape) >= 0.2) / 0.8 for _ in range(2))
     found = two_masks_of(contrast(first, second))
     assert found is not None and found.share == pytest.approx(0.2, abs=0.05)
+    assert found.factor == pytest.approx(1.25, abs=0.05) and found.both and found.numel == x.size
+    assert found.residual < 1e-4
+    # Masks of two shares, one that is the other one in part, the same one, and other values.
+    third = x * (rng.random(x.shape) >= 0.7) / 0.8
+    others = (third, first * (rng.random(x.shape) >= 0.2), first, np.where(second, np.cos(second), 0.0))
+    assert all(two_masks_of(contrast(first, other)) is None for other in others)
     # A causal mask is no dropout: one side has all that the other has, and more.
     assert two_masks_of(contrast(np.tril(x), x)) is None
 
@@ -709,6 +715,19 @@ def test_a_square_kernel_transposed() -> None:
     x, weight = drawn(0, 4, 5, 8), drawn(1, 8, 8)
     found = kernel_reordered(contrast(x @ weight.T, x @ weight), (x, x), weight, None, 2.0**-24)
     assert found is not None and found[0] == "transposed"
+
+
+def test_a_kernel_is_tried_with_the_input_of_each_side() -> None:
+    x, weight, bias = drawn(0, 4, 5, 8), drawn(1, 8, 8), drawn(2, 8)
+    y = x + 0.01 * drawn(3, *x.shape)
+    right, wrong = x @ weight.T + bias, y @ weight + bias
+    found = kernel_reordered(contrast(right, wrong), (x, y), weight, bias, 2.0**-24)
+    assert found is not None and found[0] == "transposed" and found[1] < 1e-4
+    for inputs in ((x, x), (y, y), (x[..., :7], y), (x, y[..., :7]), (x[:2], y), (x, y[:2])):
+        assert kernel_reordered(contrast(right, wrong), inputs, weight, bias, 2.0**-24) is None
+    assert kernel_reordered(contrast(right, wrong), (x, y), weight, None, 2.0**-24) is None
+    # A transposed matrix that is not square fits no input.
+    assert kernel_reordered(contrast(x @ weight[:6].T, wrong[..., :6]), (x, y), weight[:6], None, 2.0**-24) is None
 
 
 def unrelated(seed: int, numel: int) -> Iterator[tuple[str, object]]:
