@@ -293,6 +293,10 @@ class Recorder:
         """
         self._turns, self._backwards = forwards, losses
 
+    def records(self) -> bool:
+        """Whether the tensors of the current step are recorded."""
+        return self._writers is None or self._writers.records(self._step)
+
     def is_dense(self, step: int | None = None) -> bool:
         """Whether the interior of a step is recorded; None: of the current one."""
         step = self._step if step is None else step

@@ -39,6 +39,7 @@ from jax_backend.recorder._script_turns import (
     listed,
     named,
     of_parameters,
+    wholes,
 )
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
 from jax_backend.state._optimizer_state import COUNTS
@@ -341,6 +342,9 @@ class Steps:
         leads, last = self._leads, step.last
         before = self._all({model: turn.before for model, turn in step.first.items()})
         after = self._all({model: turn.kept_after for model, turn in last.items()})
+        records = self.recorder is None or self.recorder.records()
+        if records:  # at other steps copies would take time and memory for nothing
+            before, after = (OrderedDict(zip(each, wholes([*each.values()]), strict=True)) for each in (before, after))
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
         microbatches = [
             (turn.model, each.tap, _microbatches(each.tap, each.batch))
@@ -364,7 +368,7 @@ class Steps:
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
             self._add_interiors(step, values)
         batches = list(batches_of(grid, list(parts_of_step.values())).values())
-        states = {model: _state(turn.update.values["state"]) for model, turn in last.items()}
+        states = {model: _state(turn.update.values["state"], of_arrays=records) for model, turn in last.items()}
         rate = None
         if len(leads) > 1:
             state: Any = {leads[model].removesuffix("."): each for model, each in states.items() if each is not None}
@@ -372,10 +376,13 @@ class Steps:
         else:
             [(model, state)] = states.items()
             rate = _rate(last[model].update.values["state"], state)
+        grads = None
+        if records:
+            grads = self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()})
         self.recorder.step(
             loss=_loss(step.loss, grid),
-            params=self._known({model: turn.kept_after for model, turn in last.items()}),
-            grads=self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()}),
+            params=self._known({model: self._part_of(after, model) for model in last}),
+            grads=grads,
             opt_state=state,
             batch=batches,
             learning_rate=rate,
@@ -386,6 +393,11 @@ class Steps:
         return OrderedDict(
             (f"{self._leads[model]}{name}", value) for model in self._models for name, value in of_models[model].items()
         )
+
+    def _part_of(self, values: Params, model: Model) -> Params:
+        """The values of a model, by its own names."""
+        found = ((name, values.get(f"{self._leads[model]}{name}", Value(None))) for name in model.names)
+        return OrderedDict(found)
 
     def _known(self, of_models: Mapping[Model, Params]) -> "OrderedDict[str, Any] | None":
         """The arrays of models of which all are known; None if there is none."""
@@ -463,12 +475,17 @@ def _grads(turn: Turn, lead: str, placed: Params) -> Params:
     )
 
 
-def _state(values: Any) -> Any:
-    """The optimizer state; None if the program does not return all of it, or the script has donated it."""
+def _state(values: Any, *, of_arrays: bool) -> Any:
+    """The optimizer state; None if the program does not return all of it, or the script has donated it.
+
+    Args:
+        of_arrays: whether more than its numbers, such as learning rates, is used.
+    """
     leaves, structure = jax.tree.flatten(values)
     if any(is_gone(leaf.array) for leaf in leaves):
         return None
-    return jax.tree.unflatten(structure, [_of_a_rank(leaf) for leaf in leaves])
+    taken = [leaf if of_arrays or np.ndim(leaf.array) == 1 else Value(leaf.array) for leaf in leaves]
+    return jax.tree.unflatten(structure, [leaf.array for leaf in wholes(taken)])
 
 
 def _of_a_rank(value: Value) -> Any:

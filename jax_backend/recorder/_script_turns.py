@@ -184,7 +184,7 @@ class Model:
         if any(value.array is None for value in found):
             return None
         shapes = tuple(tuple(value.array.shape[value.by_rank :]) for value in found)
-        return OrderedDict(zip(self.names, wholes(found), strict=True)) if shapes == self.shapes else None
+        return OrderedDict(zip(self.names, found, strict=True)) if shapes == self.shapes else None
 
     def gradients_among(self, gradients: Sequence[Gradient], *, is_alone: bool) -> Sequence[Gradient]:
         """The gradients that the update gets: those of its arrays, or else all with the shapes of the parameters, which the
@@ -283,7 +283,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def named(tap: Tap, what: str) -> "OrderedDict[str, Value]":
-    return OrderedDict(zip(tap.about[0], wholes(tap.values[what]), strict=True))
+    return OrderedDict(zip(tap.about[0], tap.values[what], strict=True))
 
 
 def _known(value: Value, otherwise: Value | None) -> Value:
