@@ -31,7 +31,7 @@ from crossframe.environment.facts import (
     Fact,
 )
 from crossframe.errors import UsageError
-from crossframe.recording.program import processor, sources
+from crossframe.recording.program import file_digest, processor, sources
 
 FLAGS = "XLA_FLAGS"
 _VARIABLES = re.compile(
@@ -48,7 +48,6 @@ _INSTALLED = re.compile(r"(.+?)-([^-]+)\.dist-info")
 _GIT_SECONDS = 5.0
 _MOST_FILES = 512
 _OWN = ("crossframe", "torch_backend", "jax_backend")
-_LARGEST = 1 << 22
 
 
 def collect(
@@ -169,8 +168,7 @@ def _within(path: Path, root: Path) -> str:
 
 def _file_digest(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            return digest(file.read(_LARGEST))
+        return file_digest(path)[:16]
     except OSError:
         return "not readable"
 

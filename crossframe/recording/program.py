@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,26 @@ def source_digest() -> str:
     found = hashlib.sha256()
     for path in sorted(sources())[:_MOST_FILES]:
         found.update(path.name.encode(errors="surrogateescape") + b"\0")
-        with suppress(OSError), open(path, "rb") as file:
-            found.update(hashlib.sha256(file.read(_LARGEST)).digest())
+        with suppress(OSError):
+            found.update(bytes.fromhex(file_digest(path)))
     return found.hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 in hex of a file's first 4 MiB.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    status = os.stat(path)
+    return _file_digest(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+# A recording states the digests of some hundred sources three times, and a process may write several recordings.
+@lru_cache(maxsize=4 * _MOST_FILES)
+def _file_digest(path: Path, *status: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(_LARGEST)).hexdigest()
 
 
 def environment_digest(environment: Mapping[str, str]) -> str:
@@ -145,7 +162,7 @@ def sources() -> set[Path]:
     """The script and all modules imported so far that are neither installed nor in the standard library."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files.add(sys.argv[0] if sys.argv else None)
-    known = (os.path.abspath(file) for file in files if isinstance(file, str))
+    known = (file if os.path.isabs(file) else os.path.abspath(file) for file in files if isinstance(file, str))
     return {path for path in map(_source, known) if path is not None}
 
 

@@ -280,6 +280,9 @@ def test_what_a_process_runs_in_is_collected(tmp_path, monkeypatch):
     assert found["configuration"] == {"c.json: lr": 2}
     assert {"commit", "file train.py", "changed c.json"} <= found["source"].keys()
     assert "changed train.py" not in found["source"]  # it ran, so its digest is stated already
+    assert found["source"]["file train.py"] == hashlib.sha256(script.read_bytes()).hexdigest()[:16]
+    script.write_text("pass  # changed again\n")  # between two recordings of one process
+    assert collect({})["source"]["file train.py"] == hashlib.sha256(script.read_bytes()).hexdigest()[:16]
     assert found["variables"]["NCCL_ALGO"] == "Ring" and "HOME" not in found["variables"]
     assert found["packages"]["numpy"] and found["random"].keys() == {"python", "numpy"}
     assert {"host", "python", "system", "kernel", "libc", "processor"} <= found["machine"].keys()
