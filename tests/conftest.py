@@ -105,5 +105,6 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts that are recorded run in forks of the server of ranks."""
-    monkeypatch.setattr("crossframe.cli.record.run", forked.run)
+    """Scripts that are recorded or traced, and what reads checkpoints of torch, run in forks of the server of ranks."""
+    for command in ("record", "explain", "checkpoints"):
+        monkeypatch.setattr(f"crossframe.cli.{command}.run", forked.run)

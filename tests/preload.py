@@ -1,11 +1,13 @@
 """What the ranks import: loaded once in the server that they are forked from."""
 
+import gc
 import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import pytest  # noqa: F401 - what most modules of tests import
     import torch
+    import torch._dynamo  # imported by every rank that makes an optimizer, for seconds
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -14,3 +16,6 @@ with warnings.catch_warnings():
     import torch_backend.recorder.script  # noqa: F401
 
 torch.set_num_threads(1)
+# A collection in a fork would look at all of torch, and copy the pages that it is in.
+gc.collect()
+gc.freeze()

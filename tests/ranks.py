@@ -25,8 +25,7 @@ class RankError(AssertionError):
 
 def start_process(target: Callable[..., Any], *args: Any) -> Any:
     """A process that runs `target(*args)`, forked from a server that has torch loaded."""
-    # Every rank that makes an optimizer imports torch._dynamo, which takes seconds.
-    _context.set_forkserver_preload(["tests.preload", "torch._dynamo"])
+    _context.set_forkserver_preload(["tests.preload"])
     os.environ["OMP_NUM_THREADS"] = "1"
     process = _context.Process(target=target, args=args, daemon=True)
     process.start()

@@ -33,6 +33,7 @@ OPTIMIZER_KERNEL = "optimizer_kernel"
 """How the optimizer computes its step, such as "fused". It affects the bits of optimizer states and updates only."""
 
 _MOST_FILES, _LARGEST = 4096, 1 << 22
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 # Variables that launchers, shells and schedulers set to other values in each run.
 _VOLATILE = (
     "TORCHELASTIC",
@@ -166,10 +167,12 @@ def sources() -> set[Path]:
     return {path for path in map(_source, known) if path is not None}
 
 
-# A process has thousands of modules, and to resolve a path takes some ten system calls.
+# A process has thousands of modules, nearly all of them installed, and to resolve a path takes some ten system calls.
 @cache
 def _source(file: str) -> Path | None:
-    if not file.endswith(".py") or not os.path.isfile(file):
+    if not file.endswith(".py") or _INSTALLED in file or file.startswith(f"{_stdlib()}{os.sep}"):
+        return None
+    if not os.path.isfile(file):
         return None
     folder, name = os.path.split(file)
     path = Path(file).resolve() if os.path.islink(file) else _resolved_folder(folder) / name

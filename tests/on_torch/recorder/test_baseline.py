@@ -1,8 +1,5 @@
 """Goldens of runs in torch: the commands, and the fixture of the pytest plugin."""
 
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,7 +9,9 @@ from torch import nn
 
 from crossframe.cli.fixture import Training
 from crossframe.errors import UsageError
+from crossframe.processes import module_command
 from crossframe.recording import Recording
+from tests import forked
 from tests.commands import status_of
 
 SCRIPT = """
@@ -116,17 +115,18 @@ def test_an_unseeded_function_gets_no_golden(tmp_path):
         updating.matches("../one", trains())
 
 
-def test_the_plugin_updates_goldens_under_xdist_and_compares_with_them(tmp_path):
-    (tmp_path / "test_training.py").write_text(TESTS)
+def test_the_plugin_updates_goldens_under_xdist_and_compares_with_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    Path("test_training.py").write_text(TESTS)
     known = any(entry.name == "crossframe" for entry in entry_points(group="pytest11"))
     plugin = [] if known else ["-p", "crossframe.pytest_plugin"]
 
     def run(*options, eps="1e-5"):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *options]
-        variables = {"EPS": eps, "PYTHONPATH": str(Path(__file__).parents[3])}
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
+        command = [*module_command("pytest:console_main", ["-q", "-p", "no:cacheprovider", *plugin, *options])]
+        return forked.run(command, captured=True, environment={"EPS": eps})
 
-    updated = run("-n", "2", "--update-baselines")
-    assert updated.returncode == 0 and updated.stdout.count(" kB") == 2, updated.stdout + updated.stderr
-    failed = run("-p", "no:xdist", eps="1e-1")
-    assert failed.returncode == 1 and failed.stdout.count("There is a bug: at step 0") >= 2, failed.stdout
+    status, printed = run("-n", "1", "--update-baselines")  # a process of its own, whose goldens the first one lists
+    assert status == 0 and printed.count(" kB") == 2, printed
+    status, printed = run("-p", "no:xdist", eps="1e-1")
+    assert status == 1 and printed.count("There is a bug: at step 0") >= 2, printed

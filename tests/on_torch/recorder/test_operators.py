@@ -241,7 +241,7 @@ def test_a_recorder_traces_the_step_that_is_asked_for(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_explain_makes_both_runs_again(tmp_path, capsys, monkeypatch):
+def test_explain_makes_both_runs_again(forks, tmp_path, capsys, monkeypatch):
     from rich.console import Console
 
     monkeypatch.delenv(TRACE, raising=False)

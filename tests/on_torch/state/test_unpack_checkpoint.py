@@ -67,7 +67,7 @@ def test_parameters_before_their_update_are_a_bug(tmp_path):
     )
 
 
-def test_a_distributed_checkpoint_and_a_file_are_compared_by_the_command(tmp_path):
+def test_a_distributed_checkpoint_and_a_file_are_compared_by_the_command(forks, tmp_path):
     model = nn.Linear(3, 2)
     save(tmp_path / "a", model.state_dict(), {})
     torch.save({"model": model.state_dict(), "note": "x"}, tmp_path / "b.pt")
@@ -76,7 +76,7 @@ def test_a_distributed_checkpoint_and_a_file_are_compared_by_the_command(tmp_pat
     assert (result.exit_code, found["verdict"], found["tensors"], found["equal"]) == (0, "equal", 2, 2)
 
 
-def test_a_damaged_checkpoint_exits_with_2(tmp_path):
+def test_a_damaged_checkpoint_exits_with_2(forks, tmp_path):
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"no checkpoint")
     result = CliRunner().invoke(app, ["compare", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")])
