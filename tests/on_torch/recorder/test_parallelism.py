@@ -145,10 +145,12 @@ def alone(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "sequence"),
     [
+        *(("tp", 2, sequence) for sequence in (False, True)),
+        # Parts of sequences: test_the_norm_is_that_of_all_ranks, test_perturbed_runs_and_sketches_are_those_of_one_device.
+        ("ours", 4, False),
         *(
-            (kind, ranks, sequence)
-            for kind, ranks in (("tp", 2), ("torch", 4), ("ours", 4))
-            for sequence in (False, True)
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("torch", 4, False), ("torch", 4, True), ("ours", 4, True))
         ),
         ("torch", 1, True),
         ("FSDP1 ours", 4, False),
@@ -163,6 +165,10 @@ def test_a_divided_replica_is_recorded_as_one_device_is(ranks, tmp_path, alone, 
     ranks.run(num_ranks, partial(train, sequence=sequence), kind, directory)
     recording = Recording.open(directory)
     assert recording.manifest.world_size == max(num_ranks // 2, 1)
+    assert_as_alone(recording, alone)
+
+
+def assert_as_alone(recording: Recording, alone: Recording) -> None:
     found = compare(recording, alone)
     assert found.verdict in FINE, found
     assert {name: spec.shape for name, spec in recording.manifest.params.items()} == {
@@ -180,7 +186,7 @@ def test_partial_sums_of_model_ranks_are_rounding_and_no_other_computation(ranks
     assert program_difference(one, two) == "ranks of a replica differs: None in 1, 2 in 2"
 
 
-@pytest.mark.parametrize("kind", ["torch", "ours"])
+@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.exhaustive), "ours"])
 def test_a_fault_in_a_module_is_located_there(ranks, tmp_path, alone, kind):
     directory = str(tmp_path / "run")
     ranks.run(4, partial(train, sequence=True, damped=True), kind, directory)
@@ -189,7 +195,9 @@ def test_a_fault_in_a_module_is_located_there(ranks, tmp_path, alone, kind):
     assert found.first_divergence is not None and found.first_divergence.module == "blocks.1", found
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("tp", 2), ("torch", 4), ("ours", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("tp", 2), pytest.param("torch", 4, marks=pytest.mark.exhaustive), ("ours", 4)]
+)
 def test_a_gradient_that_is_not_the_same_on_all_model_ranks_is_a_bug_on_its_axis(
     ranks, tmp_path, alone, kind, num_ranks
 ):
@@ -227,7 +235,7 @@ def test_the_norm_is_that_of_all_ranks(ranks, tmp_path):
     ranks.run(1, partial(train, clip=True), "one", one)
     ranks.run(4, partial(train, clip=True, sequence=True), "torch", divided)
     a, b = Recording.open(one), Recording.open(divided)
-    assert compare(a, b).verdict in FINE
+    assert_as_alone(b, a)
     assert b.grad_norm(0, 0) == pytest.approx(a.grad_norm(0, 0), rel=1e-12)
 
 
@@ -237,7 +245,7 @@ def test_perturbed_runs_and_sketches_are_those_of_one_device(ranks, tmp_path):
         ranks.run(1, partial(train, perturbed_run=number, detail="sketch"), "one", one)
         ranks.run(4, partial(train, perturbed_run=number, detail="sketch", sequence=True), "ours", divided)
     a, b = Recording.open(one), Recording.open(divided)
-    assert compare(a, b).verdict in FINE
+    assert_as_alone(b, a)
     of_one, of_divided = a.perturbed_runs()[0], b.perturbed_runs()[0]
     for name in a.manifest.params:
         initial = [each.full(PARAMETERS, 0, name) for each in (a, of_one, b, of_divided)]
@@ -306,15 +314,27 @@ def train_experts(rank: int, world_size: int, kind: str, directory: str, *, divi
             recorder.step(loss=loss)
 
 
+@pytest.fixture(scope="module")
+def experts_alone(ranks, tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("experts") / "run")
+    ranks.run(1, train_experts, "one", directory)
+    return Recording.open(directory)
+
+
 @pytest.mark.parametrize("kind", ["torch", "ours"])
-def test_experts_that_lie_on_several_data_parallel_ranks_are_recorded_as_on_one_device(ranks, tmp_path, kind):
-    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
-    ranks.run(1, train_experts, "one", directories["one"])
-    ranks.run(4, train_experts, kind, directories["right"])
-    ranks.run(4, partial(train_experts, divisor=2), kind, directories["wrong"])
-    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+def test_experts_that_lie_on_several_data_parallel_ranks_are_recorded_as_on_one_device(
+    ranks, tmp_path, experts_alone, kind
+):
+    ranks.run(4, train_experts, kind, str(tmp_path / "right"))
+    one, right = experts_alone, Recording.open(tmp_path / "right")
     assert compare(one, right).verdict in FINE, compare(one, right)
     assert right.manifest.world_size == 4 and right.manifest.params["experts.up"].shape == (4, WIDTH, 12)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.exhaustive), "ours"])
+def test_gradients_of_experts_divided_by_another_number_are_a_bug(ranks, tmp_path, experts_alone, kind):
+    ranks.run(4, partial(train_experts, divisor=2), kind, str(tmp_path / "wrong"))
+    one, wrong = experts_alone, Recording.open(tmp_path / "wrong")
     found = compare(one, wrong)
     where = found.first_divergence
     assert found.verdict is Verdict.BUG and where is not None and found.diagnosis is not None, found
@@ -385,13 +405,19 @@ def train_stages(rank: int, world_size: int, kind: str, directory: str, *, dampe
             recorder.step(loss=sum(losses).detach() / 2 if losses else None)
 
 
+@pytest.fixture(scope="module")
+def stages_alone(ranks, tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("stages") / "run")
+    ranks.run(1, train_stages, "one", directory)
+    return Recording.open(directory)
+
+
 @pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 2), ("ours", 4)])
-def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path, kind, num_ranks):
-    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
-    ranks.run(1, train_stages, "one", directories["one"])
+def test_the_stages_of_a_pipeline_are_recorded_as_one_device_is(ranks, tmp_path, stages_alone, kind, num_ranks):
+    directories = {name: str(tmp_path / name) for name in ("right", "wrong")}
     ranks.run(num_ranks, train_stages, kind, directories["right"])
     ranks.run(num_ranks, partial(train_stages, damped=True), kind, directories["wrong"])
-    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+    one, (right, wrong) = stages_alone, (Recording.open(directory) for directory in directories.values())
     found = compare(one, right)
     assert found.verdict in FINE, found
     assert set(right.manifest.params) == set(one.manifest.params)
@@ -533,27 +559,36 @@ def train_on_parts(rank: int, world_size: int, kind: str, directory: str, *, dam
             recorder.step(loss=loss)
 
 
+@pytest.fixture(scope="module")
+def parts_alone(ranks, tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("parts") / "run")
+    ranks.run(1, train_on_parts, "one", directory)
+    return Recording.open(directory)
+
+
+_SHARDED = [
+    (kind, 4) for kind in ("ours", "FSDP1 ours", "FSDP1 theirs original", "FSDP1 theirs", "FSDP1 ours original")
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [
-        ("plain", 2),
-        ("ours", 4),
-        ("FSDP1 ours", 4),
-        pytest.param("FSDP1 theirs original", 4, marks=pytest.mark.exhaustive),
-        pytest.param("FSDP1 theirs", 4, marks=pytest.mark.exhaustive),
-        pytest.param("FSDP1 ours original", 4, marks=pytest.mark.exhaustive),
-    ],
+    [("plain", 2), *_SHARDED[:2], *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in _SHARDED[2:])],
 )
-def test_parts_of_sequences_are_recorded_as_whole_ones(ranks, tmp_path, kind, num_ranks):
-    directories = {name: str(tmp_path / name) for name in ("one", "right", "wrong")}
-    ranks.run(1, train_on_parts, "one", directories["one"])
-    ranks.run(num_ranks, train_on_parts, kind, directories["right"])
-    ranks.run(num_ranks, partial(train_on_parts, damped=True), kind, directories["wrong"])
-    one, right, wrong = (Recording.open(directory) for directory in directories.values())
+def test_parts_of_sequences_are_recorded_as_whole_ones(ranks, tmp_path, parts_alone, kind, num_ranks):
+    ranks.run(num_ranks, train_on_parts, kind, str(tmp_path / "right"))
+    one, right = parts_alone, Recording.open(tmp_path / "right")
     found = compare(one, right)
     assert found.verdict in FINE, found
     assert set(right.activations(0)) == set(one.activations(0))
-    found = compare(one, wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("plain", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in _SHARDED)]
+)
+def test_a_fault_in_parts_of_sequences_is_located_in_its_module(ranks, tmp_path, parts_alone, kind, num_ranks):
+    ranks.run(num_ranks, partial(train_on_parts, damped=True), kind, str(tmp_path / "wrong"))
+    found = compare(parts_alone, Recording.open(tmp_path / "wrong"))
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
     assert found.first_divergence.module == "norm"
 
