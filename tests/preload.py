@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     import torch_backend.recorder.script  # noqa: F401
 
 torch.set_num_threads(1)
-# A collection in a fork would look at all of torch, and copy the pages that it is in.
+# A collection in a fork would look at all of torch, and copy the pages that it is in. Tests leave few cycles.
 gc.collect()
 gc.freeze()
+gc.set_threshold(50_000, 20, 50)

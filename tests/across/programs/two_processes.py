@@ -22,9 +22,6 @@ from jax.experimental import multihost_utils
 from crossframe import MeshSpec
 from crossframe.checkpoint import AsyncSaver, writing
 from crossframe.errors import CrossframeError
-from experiments import train_jax
-from experiments.train import loop
-from experiments.train.settings import TrainSettings
 from jax_backend import (
     Recorder,
     ShardedParams,
@@ -136,6 +133,10 @@ def orbax(folder: Path, rank: int) -> Any:
 
 def training(folder: Path, rank: int) -> Any:
     """A run that goes on where another stopped, is asked to stop in one process, and goes on to its end."""
+    from experiments import train_jax  # which takes longer to import than other checks to run
+    from experiments.train import loop
+    from experiments.train.settings import TrainSettings
+
     settings = TrainSettings(**json.loads((folder / "settings.json").read_text()) | {"output": folder / "run"})
     devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(2)]
     trainer = train_jax.JaxTrainer(settings, make_mesh(MeshSpec(2), devices))  # for both runs, which compiles once

@@ -11,15 +11,15 @@ from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 
 TRAIN = """
-import sys
+import os, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-port, num_processes, process = map(int, sys.argv[1:])
-jax.config.update("jax_num_cpu_devices", 2 // num_processes)
+port, num_processes, process = map(int, sys.argv[1:] or os.environ["ARGUMENTS"].split())
 if num_processes > 1:
+    jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes, process)
-mesh = Mesh(np.array(jax.devices()), ("data",))
+mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 rng = np.random.default_rng(0)
 def placed(values, spec):
     values = values.astype(np.float32)
@@ -39,12 +39,12 @@ for _ in range(3):
 """
 
 
-def record(tmp_path, name, num_processes):
-    (tmp_path / "train.py").write_text(TRAIN)
+def record(tmp_path, num_processes):
+    """Record the script in processes of the command."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])
-    given = ["record", str(tmp_path / "train.py"), "--output", str(tmp_path / name), "--every", "1"]
+    given = ["record", str(tmp_path / "script.py"), "--output", str(tmp_path / "processes"), "--every", "1"]
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "crossframe", *given, "--", port, str(num_processes), str(process)],
@@ -61,11 +61,14 @@ def record(tmp_path, name, num_processes):
         for each in running:
             each.kill()
     assert [each.returncode for each in running] == [0] * num_processes, printed
-    return Recording.open(tmp_path / name)
+    return Recording.open(tmp_path / "processes")
 
 
-def test_two_processes_record_what_one_with_two_devices_records(tmp_path):
-    one, two = (record(tmp_path, str(number), number) for number in (1, 2))
+def test_two_processes_record_what_one_with_two_devices_records(tmp_path, run, monkeypatch):
+    monkeypatch.setenv("ARGUMENTS", "0 1 0")
+    status, _ = run(TRAIN, every=1, dense=16)
+    assert status == 0
+    one, two = Recording.open(tmp_path / "out"), record(tmp_path, 2)
     assert two.manifest.world_size == one.manifest.world_size == 2
     assert two.num_steps == 3 and two.recorded_steps() == (0, 1, 2)
     assert [two.batch(1, rank).digest for rank in range(2)] == [one.batch(1, rank).digest for rank in range(2)]
