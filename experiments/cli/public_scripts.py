@@ -16,7 +16,9 @@ def add_commands(app: typer.Typer) -> None:
 def public_scripts(
     repositories: Annotated[Path, typer.Argument(help="Folder with a clone of each repository, called owner+name")],
     only: Annotated[list[str] | None, typer.Option(help="Only this case. May be repeated. Default: all")] = None,
-    name: Annotated[str, typer.Option("--set", help="first, second, third, fourth, fifth, sixth or seventh")] = "first",
+    name: Annotated[
+        str, typer.Option("--set", help="first, second, third, fourth, fifth, sixth, seventh or eighth")
+    ] = "first",
     cache: Annotated[Path, typer.Option(help="Folder for packages that the scripts need")] = Path("runs/public"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,
     plain: Annotated[

@@ -32,6 +32,7 @@ SETS = {
     "fifth": "fifth.toml",
     "sixth": "sixth.toml",
     "seventh": "seventh.toml",
+    "eighth": "eighth.toml",
 }
 _MOST = 1_000_000
 """Characters of the output of a script."""
