@@ -1,5 +1,6 @@
 """`python -m experiments parallelism`: its cases and its command line, and layers that are divided by hand."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,14 @@ def train(rank: int, world_size: int, run: training.Run, directory: Path) -> Non
     training.train(run, directory, perturbed_run=0)
 
 
-@pytest.fixture
-def recorded(ranks, tmp_path):
+@pytest.fixture(scope="module")
+def recorded(ranks, tmp_path_factory):
+    """Records a run, each once."""
+    folder = tmp_path_factory.mktemp("recorded")
+
+    @cache
     def record(run: training.Run) -> Recording:
-        directory = tmp_path / (run.fault or run.form)
+        directory = folder / f"{run.form} {run.fault}".strip()
         ranks.run(training.FORMS[run.form].num_ranks, train, run, directory)
         return Recording.open(directory)
 

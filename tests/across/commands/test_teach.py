@@ -12,6 +12,7 @@ from crossframe.errors import UsageError
 from experiments.spec.rules import TITLES
 from experiments.teach import refused
 from experiments.teach.run import FOLDER, LESSONS, PICTURES, run
+from tests.commands import status_of
 
 ROOT = Path(__file__).parents[3]
 TICKS = "```"
@@ -59,14 +60,12 @@ def test_every_lesson_of_the_folder_is_listed_and_every_picture_is_of_a_lesson()
         assert "![" in read(lesson), f"{lesson} shows no picture"
 
 
-def test_a_lesson_is_known_by_its_name_and_another_name_lists_them(tmp_path):
+def test_a_lesson_is_known_by_its_name_and_another_name_lists_them(tmp_path, capsys):
     assert teach(LESSONS[0]).stdout == f"{LESSONS[0]}: unchanged\n"
     for wrong in ("flat.md", tmp_path / LESSONS[0], tmp_path):
-        result = teach(wrong)
-        assert result.returncode == 2 and result.stdout == ""
-        assert (
-            result.stderr == f"crossframe: no lesson {str(wrong)!r}: expected a file, or one of {', '.join(LESSONS)}\n"
-        )
+        assert status_of("teach", wrong) == 2
+        said = f"crossframe: no lesson {str(wrong)!r}: expected a file, or one of {', '.join(LESSONS)}\n"
+        assert capsys.readouterr() == ("", said)
 
 
 def test_the_core_s_part_of_every_lesson_stands_without_torch_and_jax():

@@ -1,5 +1,6 @@
 """Interleaved stages, some of them divided, weights divided without DTensors, and context next to tensor parallelism."""
 
+import shutil
 import warnings
 from functools import partial
 from io import StringIO
@@ -132,9 +133,9 @@ class Net(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
-def made(stage: int = 0, stages: int = 1, *, mixes: bool = False) -> Any:
+def made(stage: int = 0, stages: int = 1, *, mixes: bool = False, blocks: int = BLOCKS) -> Any:
     torch.manual_seed(0)
-    return Net({str(i): Block(mixes) for i in range(BLOCKS)}, stage, stages).double()
+    return Net({str(i): Block(mixes) for i in range(blocks)}, stage, stages).double()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -186,8 +187,8 @@ def train(
             recorder.step(loss=loss)
 
 
-def alone(rank: int, world_size: int, directory: str, *, mixes: bool = False, microbatches: int = 1) -> None:
-    train(made(mixes=mixes), directory, microbatches=microbatches)
+def alone(rank: int, world_size: int, directory: str, *, microbatches: int = 1, **options: Any) -> None:
+    train(made(**options), directory, microbatches=microbatches)
 
 
 def interleaved(rank: int, world_size: int, directory: str, *, damped: bool = False) -> None:
@@ -202,12 +203,18 @@ def interleaved(rank: int, world_size: int, directory: str, *, damped: bool = Fa
     train(parts, directory, pipeline=group, schedule=ScheduleInterleaved1F1B(stages, SAMPLES, loss_fn=loss_of))
 
 
-def test_interleaved_stages_are_recorded_as_one_device_is(ranks, tmp_path):
-    directories = [str(tmp_path / name) for name in ("one", "right", "wrong")]
-    ranks.run(1, partial(alone, microbatches=SAMPLES), directories[0])
-    ranks.run(2, interleaved, directories[1])
-    ranks.run(2, partial(interleaved, damped=True), directories[2])
-    one, right, wrong = map(Recording.open, directories)
+@pytest.fixture(scope="module")
+def microbatches_alone(ranks, tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("microbatches") / "run")
+    ranks.run(1, partial(alone, microbatches=SAMPLES), directory)
+    return Recording.open(directory)
+
+
+def test_interleaved_stages_are_recorded_as_one_device_is(ranks, tmp_path, microbatches_alone):
+    directories = [str(tmp_path / name) for name in ("right", "wrong")]
+    ranks.run(2, interleaved, directories[0])
+    ranks.run(2, partial(interleaved, damped=True), directories[1])
+    one, right, wrong = microbatches_alone, *map(Recording.open, directories)
     assert compare(one, right).verdict in FINE, compare(one, right)
     assert set(right.manifest.params) == set(one.manifest.params)
     assert set(right.activations(0)) == set(one.activations(0))
@@ -265,18 +272,23 @@ def seeded_alike(rank: int, world_size: int, directory: str, *, rate: float = 1e
     return train(part, directory, pipeline=group, schedule=schedule, rate=rate if rank else 1e-2)
 
 
-def test_layers_that_begin_alike_are_not_taken_for_tied(ranks, tmp_path):
-    ranks.run(1, seeded_alike, str(tmp_path / "one"))
+@pytest.fixture(scope="module")
+def seeded_alike_alone(ranks, tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("seeded alike") / "run")
+    ranks.run(1, seeded_alike, directory)
+    return Recording.open(directory)
+
+
+def test_layers_that_begin_alike_are_not_taken_for_tied(ranks, tmp_path, seeded_alike_alone):
     ranks.run(2, seeded_alike, str(tmp_path / "stages"))
-    one, stages = Recording.open(tmp_path / "one"), Recording.open(tmp_path / "stages")
+    one, stages = seeded_alike_alone, Recording.open(tmp_path / "stages")
     assert stages.manifest.params.keys() == one.manifest.params.keys()
     assert compare(one, stages).verdict in FINE, compare(one, stages)
 
 
-def test_a_stage_with_another_learning_rate_is_recorded_and_found(ranks, tmp_path):
-    ranks.run(1, seeded_alike, str(tmp_path / "one"))
+def test_a_stage_with_another_learning_rate_is_recorded_and_found(ranks, tmp_path, seeded_alike_alone):
     ranks.run(2, partial(seeded_alike, rate=1e-3), str(tmp_path / "wrong"))
-    found = compare(Recording.open(tmp_path / "one"), Recording.open(tmp_path / "wrong"))
+    found = compare(seeded_alike_alone, Recording.open(tmp_path / "wrong"))
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found
     assert found.first_divergence.phase == UPDATE, found.first_divergence
 
@@ -338,10 +350,9 @@ def some_stages_divided(rank: int, world_size: int, directory: str, *, divided: 
 
 
 @pytest.mark.parametrize("divided", [0, 1])
-def test_stages_of_which_one_is_divided_are_recorded_as_one_device_is(ranks, tmp_path, divided):
-    ranks.run(1, partial(alone, microbatches=SAMPLES), str(tmp_path / "one"))
+def test_stages_of_which_one_is_divided_are_recorded_as_one_device_is(ranks, tmp_path, microbatches_alone, divided):
     ranks.run(4, partial(some_stages_divided, divided=divided), str(tmp_path / "stages"))
-    one, stages = Recording.open(tmp_path / "one"), Recording.open(tmp_path / "stages")
+    one, stages = microbatches_alone, Recording.open(tmp_path / "stages")
     assert compare(one, stages).verdict in FINE, compare(one, stages)
     assert stages.manifest.mesh.world_size == 1
 
@@ -360,10 +371,10 @@ def gated(rank: int, world_size: int, directory: str, *, mark: bool, states: boo
 
 
 @pytest.mark.parametrize("mark", [True, False], ids=["attributes", "stated"])
-def test_weights_divided_without_dtensors_are_recorded_in_full(ranks, tmp_path, mark):
-    for name, num_ranks, skips in (("one", 1, False), ("right", 2, False), ("wrong", 2, True)):
-        ranks.run(num_ranks, partial(gated, mark=mark, skips=skips), str(tmp_path / name))
-    one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
+def test_weights_divided_without_dtensors_are_recorded_in_full(ranks, tmp_path, gated_alone, mark):
+    for name, skips in (("right", False), ("wrong", True)):
+        ranks.run(2, partial(gated, mark=mark, skips=skips), str(tmp_path / name))
+    one, right, wrong = gated_alone[mark], *(Recording.open(tmp_path / name) for name in ("right", "wrong"))
     assert compare(one, right).verdict in FINE, compare(one, right)
     assert {name: spec.shape for name, spec in right.manifest.params.items()} == {
         name: spec.shape for name, spec in one.manifest.params.items()
@@ -391,12 +402,27 @@ def without_group(
     return [str(each.message) for each in caught if "not recorded" in str(each.message)]
 
 
+@pytest.fixture(scope="module")
+def gated_alone(ranks, tmp_path_factory):
+    """A recording of `gated` on one device, by `mark`."""
+    folder = tmp_path_factory.mktemp("alone")
+    for mark in (True, False):
+        ranks.run(1, partial(gated, mark=mark), str(folder / str(mark)))
+    return {mark: Recording.open(folder / str(mark)) for mark in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def left_out(ranks, tmp_path_factory):
+    """The warnings and the recording of `without_group`, by `mark`."""
+    folder = tmp_path_factory.mktemp("left out")
+    found = {mark: ranks.run(4, partial(without_group, mark=mark), str(folder / str(mark))) for mark in (True, False)}
+    return {mark: (warned, Recording.open(folder / str(mark))) for mark, warned in found.items()}
+
+
 @pytest.mark.parametrize("mark", [True, False], ids=["attributes", "stated"])
-def test_weights_divided_over_unknown_ranks_are_left_out_and_the_rest_is_compared(ranks, tmp_path, mark):
-    ranks.run(1, partial(gated, mark=mark), str(tmp_path / "one"))
-    found = ranks.run(4, partial(without_group, mark=mark), str(tmp_path / "right"))
+def test_weights_divided_over_unknown_ranks_are_left_out_and_the_rest_is_compared(gated_alone, left_out, mark):
+    one, (found, right) = gated_alone[mark], left_out[mark]
     assert [len(each) for each in found] == [1, 0, 0, 0] and "tensor_parallel=" in found[0][0]
-    one, right = Recording.open(tmp_path / "one"), Recording.open(tmp_path / "right")
     divided = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
     assert one.manifest.params.keys() - right.manifest.params.keys() == divided
     assert right.manifest.mesh.world_size == 2
@@ -407,23 +433,22 @@ def test_weights_divided_over_unknown_ranks_are_left_out_and_the_rest_is_compare
     assert any("blocks.0.up.weight" in note and "not compared" in note for note in comparison.notes), comparison.notes
 
 
-def test_perturbed_runs_have_the_ranks_of_the_run(ranks, tmp_path):
-    for number in (0, 1):
-        ranks.run(4, partial(without_group, mark=True, perturbed_run=number), str(tmp_path / "run"))
+def test_perturbed_runs_have_the_ranks_of_the_run(ranks, tmp_path, left_out):
+    shutil.copytree(left_out[True][1].directory, tmp_path / "run")
+    ranks.run(4, partial(without_group, mark=True, perturbed_run=1), str(tmp_path / "run"))
     found = Recording.open(tmp_path / "run")
     assert [each.manifest.mesh for each in found.perturbed_runs()] == [found.manifest.mesh]
 
 
-def test_ranks_that_disagree_are_found_where_divided_weights_are_left_out(ranks, tmp_path):
-    ranks.run(1, partial(gated, mark=True), str(tmp_path / "one"))
+def test_ranks_that_disagree_are_found_where_divided_weights_are_left_out(ranks, tmp_path, gated_alone):
     ranks.run(4, partial(without_group, mark=True, wrong="tp"), str(tmp_path / "wrong"))
-    found = compare(Recording.open(tmp_path / "one"), Recording.open(tmp_path / "wrong"))
+    found = compare(gated_alone[True], Recording.open(tmp_path / "wrong"))
     assert found.verdict is Verdict.BUG and "mesh axis 'tp', ranks 1, 3 differ" in found.reason, found
 
 
 def two_axes(rank: int, world_size: int, directory: str, *, skips: str = "") -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model, group = made(mixes=True), mesh["cp"].get_group()
+    model, group = made(mixes=True, blocks=1), mesh["cp"].get_group()
     for block in model.blocks.values():
         block.context = group
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -435,7 +460,7 @@ def two_axes(rank: int, world_size: int, directory: str, *, skips: str = "") -> 
 
 @pytest.mark.parametrize(("axis", "others"), [pytest.param("cp", "2, 3", marks=pytest.mark.exhaustive), ("tp", "1, 3")])
 def test_context_next_to_tensor_parallelism_names_the_axis(ranks, tmp_path, axis, others):
-    ranks.run(1, partial(alone, mixes=True), str(tmp_path / "one"))
+    ranks.run(1, partial(alone, mixes=True, blocks=1), str(tmp_path / "one"))
     ranks.run(4, two_axes, str(tmp_path / "right"))
     ranks.run(4, partial(two_axes, skips=axis), str(tmp_path / "wrong"))
     one, right, wrong = (Recording.open(tmp_path / name) for name in ("one", "right", "wrong"))
