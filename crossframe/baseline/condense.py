@@ -24,7 +24,9 @@ from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.dims import Order
 from crossframe.recording.event_format import (
     BACKWARD,
+    CHANGED,
     EVENTS_NAME,
+    INITIAL,
     PARAMETERS,
     REDUCE,
     STATE,
@@ -35,6 +37,7 @@ from crossframe.recording.event_format import (
 from crossframe.recording.golden_file import Golden, distinct
 from crossframe.recording.manifest import MANIFEST_NAME, SKETCH
 from crossframe.recording.sketch import NUM_SUMS
+from crossframe.verdict.measure.buffers import buffer_value
 from crossframe.verdict.measure.values import activation_values, assemble, rank_values
 from crossframe.verdict.perturbed_runs.spread import spread_of
 
@@ -150,6 +153,7 @@ def _write_step(writer: RecordingWriter, recording: Recording, step: int) -> Non
                 writer.disagreement(step, *at, each.difference, each.axis, each.ranks)
     if step == 0:
         _write_whole(writer, recording, step, PARAMETERS)
+        _write_buffers(writer, recording, -1, recording.initial_buffers(), INITIAL)
     if step in recording.recorded_steps():
         _write_activations(writer, recording, step)
         _write_own(writer, recording, step)
@@ -157,7 +161,19 @@ def _write_step(writer: RecordingWriter, recording: Recording, step: int) -> Non
         if writer.is_dense(step) or step == recording.recorded_steps()[-1]:
             _write_whole(writer, recording, step, STATE)
         _write_whole(writer, recording, step, UPDATE)
+        _write_buffers(writer, recording, step, recording.buffers(step), CHANGED)
     writer.end_step(step, recording.learning_rates(step))
+
+
+def _write_buffers(writer: RecordingWriter, recording: Recording, step: int, names: Sequence[str], use: str) -> None:
+    """Write the buffers of a rank after a step, or before the first step for -1."""
+    rank = writer.rank
+    values = {
+        name: (buffer_value(recording, step, rank, name).sketched(), recording.buffer_shape(step, rank, name))
+        for name in names
+        if recording.has_buffer(step, name)
+    }
+    writer.buffers(max(step, 0), values, use)
 
 
 def _write_activations(writer: RecordingWriter, recording: Recording, step: int) -> None:

@@ -12,7 +12,17 @@ import numpy as np
 
 from crossframe.inspection.values import LOSS, Range, Value, ranges_before
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, UPDATE, before_step
+from crossframe.recording.event_format import (
+    BACKWARD,
+    BUFFERS,
+    FORWARD,
+    INPUT,
+    NORM,
+    PARAMETERS,
+    REDUCE,
+    UPDATE,
+    before_step,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def first_not_finite(recording: Recording, steps: Mapping[int, Sequence[Value]])
         if not bad:
             continue
         first = bad[0]
-        effects = [value for value in bad if value.phase != FORWARD or value.use == LOSS]
+        effects = [value for value in bad if value.phase not in (FORWARD, BUFFERS) or value.use == LOSS]
         if not effects:
             if not notes:
                 notes.append(

@@ -10,6 +10,7 @@ from crossframe.recording import Recording
 from crossframe.recording.element_ranges import ElementRange
 from crossframe.recording.event_format import (
     BACKWARD,
+    BUFFERS,
     FORWARD,
     INPUT,
     NORM,
@@ -19,6 +20,7 @@ from crossframe.recording.event_format import (
     UNSHARDED,
     UPDATE,
 )
+from crossframe.verdict.measure.buffers import buffer_value
 from crossframe.verdict.measure.values import Side, activation_values
 
 LOSS = "loss"
@@ -31,7 +33,7 @@ class Value:
     Attributes:
         step, microbatch, rank, phase: where it was recorded.
         use: "input" or "output" of an activation, the name of an optimizer state entry, "loss", or "".
-        module, parameter: the module or parameter of the value; "" if it has none.
+        module, parameter: the module, or the parameter or buffer, of the value; "" if it has none.
         numel: number of elements that this rank recorded.
         num_not_finite: number of these elements that are NaN or infinite.
         norm: norm of the finite elements.
@@ -59,6 +61,8 @@ class Value:
             return LOSS if self.use == LOSS else f"{self.use} of module {self.module or 'the model'!r}"
         if self.phase == NORM:
             return "gradient norm"
+        if self.phase == BUFFERS:
+            return f"buffer {self.parameter!r}"
         return f"{self.use or _NAMES[self.phase]} of {self.parameter!r}"
 
 
@@ -69,6 +73,7 @@ _NAMES = {
     REDUCE: "reduced gradient",
     STATE: "state",
     UPDATE: "updated value",
+    BUFFERS: "buffer",
 }
 
 
@@ -98,6 +103,10 @@ def values_of(recording: Recording, step: int) -> Iterator[Value]:
             for slot in recording.state_slots(step, name):
                 yield from _of_parameters(recording, STATE, step, [name], slot)
         yield from _of_parameters(recording, UPDATE, step, names)
+        for name in recording.buffers(step):
+            for rank in ranks:
+                if recording.has_buffer(step, name):
+                    yield _value(buffer_value(recording, step, rank, name), step, 0, rank, BUFFERS, "", "", name)
 
 
 def finite_or_none(number: float) -> float | None:

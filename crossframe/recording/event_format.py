@@ -11,6 +11,9 @@ A line is one JSON object. Its "event" is one of these:
   under `activation_key`. `name` is the module. `order` is the known order of dims (`crossframe.recording.dims`); if it is unknown
   and the activation is sketched, "channels_first" is the sketch with channels first. `operator`, which is optional, is the
   framework's name of the operator that computed it. These lines are in the order of forward.
+- "buffer": a tensor of the model that is no parameter, of `shape`, which is stored under `tensor_key`, as `dtype`. `use` is
+  `INITIAL` for the value before the first step and `CHANGED` for the value after a step. Buffers that no step has changed so far
+  have the first line alone.
 - "tensor": elements `start:stop` of a parameter, or of a tensor of its shape, which are stored in the step's safetensors file
   under `tensor_key`, as `dtype`.
 - "norm": `value`, the gradient norm that the loop computed.
@@ -22,8 +25,8 @@ A line is one JSON object. Its "event" is one of these:
   of "".
 - "step": the end of `step`, after all its other lines. `sha256` is that of its tensor file, "" if it has none. Optional fields:
   `rates`, the learning rate of each parameter group at this step; `counts`, one number for all "count" lines, or a list with one
-  for each; and `as`, an earlier step whose lines of kind `STRUCTURE` are, but for the number of the step, those of this step,
-  which are then omitted.
+  for each; `buffers`, true if all buffers that have changed have a line; and `as`, an earlier step whose lines of kind
+  `STRUCTURE` are, but for the number of the step, those of this step, which are then omitted.
 - "end": the end of the run after `steps` steps. `sha256` is that of all bytes of this file before this line, and `content` that
   of all bytes but the first line: equal contents mean that all recorded values are equal bit for bit.
 
@@ -63,6 +66,7 @@ REDUCE = "reduce"
 NORM = "norm"
 STATE = "state"
 UPDATE = "update"
+BUFFERS = "buffers"
 COUNT = "step"  # the entry of an optimizer's state that counts its steps
 COLLECTIVE = "collective"
 
@@ -79,8 +83,9 @@ name of the entry in torch: "exp_avg", "momentum_buffer"."""
 WHOLE_ON_RANK = (UNSHARDED, BACKWARD)
 """Phases in which a rank records all elements of a parameter, not only its pieces."""
 INPUT, OUTPUT = "input", "output"
+INITIAL, CHANGED = "initial", "changed"
 
-STRUCTURE = frozenset({"activation", "tensor", "count", "collective"})
+STRUCTURE = frozenset({"activation", "buffer", "tensor", "count", "collective"})
 """The lines that describe the structure of a step, which many steps share."""
 SKETCHES_KEY = "sketches"
 """The key of the rows of all sketches in the file of a step."""
@@ -94,6 +99,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "batch": _PLACE | {"digest": str, "sample_ids": list},
     "loss": _PLACE | {"value": _NUMBER},
     "activation": _PLACE | {"shape": list, "dtype": str, "order": str},
+    "buffer": _PLACE | {"shape": list, "dtype": str},
     "tensor": _PLACE | {"start": int, "stop": int, "dtype": str},
     "norm": _PLACE | {"value": _NUMBER},
     "count": _PLACE,
@@ -275,6 +281,8 @@ def _check_step(fields: dict[str, Any], where: str) -> None:
         listed: list[float | str] = [numbers] if one else numbers  # type: ignore[list-item]
         converted = [_to_float(number, where) for number in listed]
         fields[name] = converted[0] if one else converted
+    if type(fields.get("buffers", True)) is not bool:
+        raise RecordingError(f"{where}: expected true as 'buffers', got {quote(fields['buffers'])}; record again")
     if type(fields.get("as", 0)) is not int:
         raise RecordingError(f"{where}: expected the number of a step as 'as', got {quote(fields['as'])}; record again")
 

@@ -15,6 +15,7 @@ from crossframe.params import OVERFLOW
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order
+from crossframe.recording.event_format import INPUT
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.sketch import ROW_BYTES
 from crossframe.tensor_file import MOST_DIMS
@@ -72,6 +73,7 @@ class StepLines:
     Attributes:
         tensors: the "tensor" lines by (phase, parameter, entry); the entry is that of the optimizer state, and "" otherwise.
         activations: the "activation" lines by (microbatch, module, use), in order.
+        buffers: the "buffer" lines by (name, use), in order.
         collectives: the collectives in order.
         counted: the index of each parameter in the step's counts of optimizer steps.
         num_sketches: number of rows of sketches in the tensor file.
@@ -81,6 +83,7 @@ class StepLines:
 
     tensors: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     activations: dict[tuple[int, str, str], dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     collectives: list[Event] = field(default_factory=list)
     counted: dict[str, int] = field(default_factory=dict)
     num_sketches: int = 0
@@ -139,6 +142,7 @@ class RankIndex:
             of `StepLines.counted`.
         rates: the learning rates of the parameter groups, by step.
         sha256: the sha256 of the tensor file, by step.
+        with_buffers: the steps whose lines have all buffers that have changed.
         disagreements: in the order of the lines.
     """
 
@@ -152,6 +156,7 @@ class RankIndex:
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
+    with_buffers: set[int] = field(default_factory=set)
     disagreements: list[UnequalRanks] = field(default_factory=list)
 
     def count(self, step: int, name: str) -> float | None:
@@ -296,6 +301,8 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     if step not in index.losses or step not in index.batches:
         raise RecordingError(f"{where}: step {step} has no loss or no batch; record the run again")
     index.sha256[step] = fields["sha256"]
+    if fields.get("buffers"):
+        index.with_buffers.add(step)
     if rates := fields.get("rates"):
         index.rates[step] = tuple(rates)
     index.num_steps += 1
@@ -354,6 +361,13 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
                 )
             own.activations[at] = fields
             own.add_bytes(event_format.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
+        case "buffer":
+            _check_buffer(fields, manifest, step, where)
+            of = (fields["name"], fields["use"])
+            if of in own.buffers:
+                raise RecordingError(f"{where}: buffer {quote(of[0])} occurs twice in step {step}; record again")
+            own.buffers[of] = fields
+            own.add_bytes(event_format.tensor_key(event_format.BUFFERS, *of), math.prod(fields["shape"]), fields)
         case "tensor":
             _check_tensor(fields, manifest, where)
             slot = fields["use"] if fields["phase"] == event_format.STATE else ""
@@ -409,8 +423,7 @@ def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) ->
             f"{where}: an activation {quote(use)} of unit {quote(fields['unit'])}: the manifest has no such activation"
         )
     shape, order = fields["shape"], fields["order"]
-    sizes = len(shape) <= MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or math.prod(shape) >= OVERFLOW or fields["microbatch"] < 0:
+    if not _is_shape(shape) or fields["microbatch"] < 0:
         raise RecordingError(f"{where}: expected a shape and a microbatch, got {quote(shape)}; record again")
     if order not in list(Order) or (order != Order.TORCH and len(shape) < LEAST_DIMS):
         raise RecordingError(
@@ -418,6 +431,23 @@ def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) ->
             f"dims, got {quote(order)} of shape {quote(shape)}; record again"
         )
     _check_dtype(fields, where)
+
+
+def _check_buffer(fields: dict[str, Any], manifest: Manifest, step: int, where: str) -> None:
+    uses = (event_format.CHANGED, event_format.INITIAL)[: 2 if step == 0 else 1]
+    if fields["use"] not in uses or fields["unit"] != manifest.maker(fields["name"], INPUT):
+        raise RecordingError(
+            f"{where}: a buffer {quote(fields['use'])} of unit {quote(fields['unit'])}: expected one of {list(uses)}, of the "
+            f"unit that has {quote(fields['name'])}; record again"
+        )
+    if not _is_shape(fields["shape"]):
+        raise RecordingError(f"{where}: expected the shape of a buffer, got {quote(fields['shape'])}; record again")
+    _check_dtype(fields, where)
+
+
+def _is_shape(shape: list) -> bool:
+    sizes = len(shape) <= MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    return sizes and math.prod(shape) < OVERFLOW
 
 
 def _check_dtype(fields: dict[str, Any], where: str) -> None:

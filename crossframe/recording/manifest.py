@@ -27,12 +27,12 @@ from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME
 from crossframe.unit_assignment import enclosing_unit
 
-FORMAT = 7
-FORMATS = (3, 4, 5, 6, FORMAT)
+FORMAT = 8
+FORMATS = (3, 4, 5, 6, 7, FORMAT)
 """The formats that can be read. Format 3 does not state the rules of layouts and sketches, which are those of format 4, nor the
 order of dims. In format 4 every step repeats the lines of its structure (`crossframe.recording.event_format`). Up to format 5 the
 map of parameters has axes instead of patterns (`crossframe.param_map`). Up to format 6 sketches depend on names, and parameters
-have no samples (`crossframe.recording.sample`)."""
+have no samples (`crossframe.recording.sample`). Up to format 7 there are no buffers."""
 _BY_NAME = 6
 """The last format whose sketches depend on names."""
 MANIFEST_NAME = "manifest.json"

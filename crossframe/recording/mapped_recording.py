@@ -5,6 +5,7 @@ others a rank has the rows that the core's layout assigns to it, as in a recordi
 """
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,7 @@ class MappedRecording(Recording):
         self.source = source
         self._map, self._given = param_map, activations
         self._kept = _kept(source.manifest, param_map)
+        self._modules = _modules(param_map, activations)
         self._arrays: dict[tuple[Any, ...], np.ndarray] = {}
 
     @property
@@ -191,6 +193,24 @@ class MappedRecording(Recording):
     def count(self, step: int, name: str) -> float | None:
         return next((count for path in self._paths(name) if (count := self.source.count(step, path)) is not None), None)
 
+    # Buffers
+
+    def buffers(self, step: int) -> list[str]:
+        """Those of modules that have a counterpart, and of others under their own names."""
+        return [self._modules.to_view(name) for name in self.source.buffers(step)]
+
+    def initial_buffers(self) -> list[str]:
+        return [self._modules.to_view(name) for name in self.source.initial_buffers()]
+
+    def has_buffer(self, step: int, name: str) -> bool:
+        return self.source.has_buffer(step, self._modules.to_source(name))
+
+    def buffer_shape(self, step: int, rank: int, name: str) -> tuple[int, ...]:
+        return self.source.buffer_shape(step, rank, self._modules.to_source(name))
+
+    def buffer(self, step: int, rank: int, name: str) -> np.ndarray | Sketch:
+        return self.source.buffer(step, rank, self._modules.to_source(name))
+
     # Activations
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
@@ -251,6 +271,41 @@ class MappedRecording(Recording):
 
     def activation_operator(self, step: int, rank: int, microbatch: int, module: str, use: str) -> str:
         return self.source.activation_operator(step, rank, microbatch, *self._given[module, use][0])
+
+
+class _Modules:
+    """The names of buffers of two recordings, by the modules that have them."""
+
+    def __init__(self, of_view: Mapping[str, str]) -> None:
+        self._of_view = of_view
+        self._of_source = {theirs: own for own, theirs in of_view.items()}
+
+    def to_view(self, name: str) -> str:
+        return _moved(name, self._of_source)
+
+    def to_source(self, name: str) -> str:
+        return _moved(name, self._of_view)
+
+
+def _moved(name: str, modules: Mapping[str, str]) -> str:
+    """The name with the longest path of a module that is in the map changed."""
+    path, rest = name.rpartition(".")[0], name.rpartition(".")[2]
+    while path not in modules and path:
+        path, _, last = path.rpartition(".")
+        rest = f"{last}.{rest}"
+    return ".".join(filter(None, (modules.get(path, path), rest)))
+
+
+def _modules(param_map: ParamMap, activations: Activations) -> _Modules:
+    """The modules of the view with those of the recording, by their parameters and activations, where only one fits."""
+    pairs = {(own[0], theirs[0]) for own, (theirs, _) in activations.items()}
+    pairs |= {
+        (entry.name.rpartition(".")[0], entry.paths[0].rpartition(".")[0])
+        for entry in param_map.entries
+        if len(entry.paths) == 1
+    }
+    seen = [Counter(pair[i] for pair in pairs) for i in (0, 1)]
+    return _Modules({own: theirs for own, theirs in pairs if seen[0][own] == seen[1][theirs] == 1})
 
 
 def mapped(

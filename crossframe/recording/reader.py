@@ -523,6 +523,58 @@ class Recording:
             )
         return line
 
+    def buffers(self, step: int) -> list[str]:
+        """The tensors of the model that are no parameters and that any rank recorded after a step, since they have changed."""
+        self._check(step, 0)
+        lines = [index.lines[step].buffers for index in self._indexes]
+        return list(dict.fromkeys(name for own in lines for name, use in own if use == event_format.CHANGED))
+
+    def initial_buffers(self) -> list[str]:
+        """The tensors of the model that are no parameters and that all ranks recorded before the first step."""
+        lines = [index.lines[0].buffers for index in self._indexes if index.lines]
+        return [
+            name for name, use in lines[0] if use == event_format.INITIAL and all((name, use) in own for own in lines)
+        ]
+
+    def has_buffer(self, step: int, name: str) -> bool:
+        """Whether the value of a buffer after a step is known on all ranks; before the first step for -1."""
+        return all(self._buffer_line(step, rank, name) is not None for rank in range(self.manifest.world_size))
+
+    def buffer_shape(self, step: int, rank: int, name: str) -> tuple[int, ...]:
+        """The shape of a buffer after a step."""
+        return tuple(self._buffer(step, rank, name)[1]["shape"])
+
+    def buffer(self, step: int, rank: int, name: str) -> np.ndarray | Sketch:
+        """A buffer after a step on a rank: its elements, or the sketch that was recorded instead. -1 is before the first step.
+
+        Raises:
+            RecordingError: it was not recorded.
+        """
+        at, line = self._buffer(step, rank, name)
+        key, numel = event_format.tensor_key(event_format.BUFFERS, name, line["use"]), math.prod(line["shape"])
+        if line.get("sketch") is not None:
+            return self._sketch(rank, at, key, line["sketch"], numel, line["dtype"], "")
+        file = self._file(rank, at, line.get("before", False))
+        return file.read(line.get("at", key), line["dtype"], numel).reshape(line["shape"])
+
+    def _buffer(self, step: int, rank: int, name: str) -> tuple[int, dict[str, Any]]:
+        self._check(max(step, 0), rank)
+        if (found := self._buffer_line(step, rank, name)) is None:
+            raise RecordingError(
+                f"{quote_path(self.directory)}: rank {rank} recorded no buffer {quote(name)} by step {step}"
+            )
+        return found
+
+    def _buffer_line(self, step: int, rank: int, name: str) -> tuple[int, dict[str, Any]] | None:
+        """(the step that has it, its line)."""
+        lines = self._indexes[rank].lines
+        if step >= 0 and (line := lines[step].buffers.get((name, event_format.CHANGED))) is not None:
+            return step, line
+        if step >= 0 and step not in self._indexes[rank].with_buffers:
+            return None
+        line = lines[0].buffers.get((name, event_format.INITIAL))
+        return None if line is None else (0, line)
+
     def _where(self, phase: str, step: int, name: str, use: str) -> str:
         of = f"{use} of " if use else ""
         return f"{quote_path(self.directory)}: step {step}, phase {phase!r}, {of}parameter {quote(name)}"

@@ -80,10 +80,14 @@ class RecordingWriter:
         self._samples: list[np.ndarray] = []
         self._num_sampled = 0
         self._turns: dict[str, int] = {}
+        # The digest of each buffer before the first step, and the buffers that have changed since.
+        self._constant: dict[str, object] = {}
+        self._changed: set[str] = set()
+        self._has_buffers = False
         self._counts: list[float] = []
         # Keys in the file of this step and of the previous step, by the digest of the bytes.
-        self._stored: dict[tuple[str, bytes], str] = {}
-        self._stored_before: dict[tuple[str, bytes], str] = {}
+        self._stored: dict[object, str] = {}
+        self._stored_before: dict[object, str] = {}
         # The structures of earlier steps, each with the step that has its lines.
         self._structures: deque[tuple[int, list[tuple[str, dict[str, Any]]]]] = deque(maxlen=_STRUCTURES)
         self._finished = False
@@ -254,6 +258,43 @@ class RecordingWriter:
         """Record this rank's pieces of the parameters after the optimizer's step."""
         self._put(event_format.UPDATE, step, unit, pieces)
 
+    def buffers(
+        self,
+        step: int,
+        values: Mapping[str, tuple[np.ndarray | Sketch, Sequence[int]]],
+        use: str = event_format.CHANGED,
+    ) -> None:
+        """Record tensors of the model that are no parameters, such as the running mean of a batch norm, as this rank has them.
+
+        Those that have never changed since the first step are left out.
+
+        Args:
+            values: (value, shape) by canonical name.
+            use: `INITIAL` before the first step, `CHANGED` after a step.
+        """
+        if not self.records(step) and use != event_format.INITIAL:
+            raise RecordingError(f"step {step}: the schedule records no buffers here; ask records(step) first")
+        if use not in (event_format.INITIAL, event_format.CHANGED) or (use == event_format.INITIAL and step):
+            raise RecordingError(f"rank {self.rank}, step {step}: expected buffers after the step, got {use!r} ones")
+        self._has_buffers |= use == event_format.CHANGED
+        for name, (value, shape) in values.items():
+            numel = value.numel if isinstance(value, Sketch) else value.size
+            if math.prod(shape) != numel:
+                raise RecordingError(
+                    f"rank {self.rank}, step {step}, buffer {name!r}: expected {numel} elements, got shape {list(shape)}"
+                )
+            digest = _digest_of(value)
+            if use == event_format.INITIAL:
+                self._constant[name] = digest
+            elif name not in self._changed:
+                if self._constant.get(name) == digest:
+                    continue
+                self._changed.add(name)
+            unit = self.manifest.maker(name, event_format.INPUT)
+            at = event_format.place(step, self.rank, event_format.BUFFERS, use, unit=unit, name=name)
+            fields = at | {"shape": [int(size) for size in shape]}
+            self._keep("buffer", fields, event_format.tensor_key(event_format.BUFFERS, name, use), value, 0, numel)
+
     def disagreement(
         self, step: int, phase: str, unit: str, name: str, use: str, difference: float, axis: str, ranks: Sequence[int]
     ) -> None:
@@ -304,6 +345,8 @@ class RecordingWriter:
             self._lines = [(event, fields) for event, fields in self._lines if event not in event_format.STRUCTURE]
         if rates:
             summary["rates"] = [float(rate) for rate in rates]
+        if self._has_buffers and self._constant.keys() | self._changed:
+            summary["buffers"] = True
         if self._counts:
             summary["counts"] = self._counts if len(set(self._counts)) > 1 else self._counts[0]
         self._write("".join(event_format.encode(event, fields) for event, fields in [*self._lines, ("step", summary)]))
@@ -318,6 +361,7 @@ class RecordingWriter:
     def _forget_step(self) -> None:
         self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
         self._samples, self._num_sampled, self._stored, self._turns = [], 0, {}, {}
+        self._has_buffers = False
 
     def _same_structure(self, step: int) -> int | None:
         """An earlier step of the same structure as this step; None if there is none."""
@@ -510,7 +554,7 @@ class RecordingWriter:
         """Add elements to the step's file. If it has the same bytes already, or the file of the previous step has them, return
         the fields of a reference instead."""
         if flat.nbytes >= _LEAST_BYTES:
-            digest = flat.dtype.name, hashlib.blake2b(flat.view(np.uint8).data, digest_size=_DIGEST_BYTES).digest()
+            digest = _digest_of(flat)
             if (at := self._stored.get(digest)) is not None:
                 return {"at": at}
             if (at := self._stored_before.get(digest)) is not None:
@@ -518,6 +562,14 @@ class RecordingWriter:
             self._stored[digest] = key
         self._tensors[key] = flat
         return {}
+
+
+def _digest_of(value: np.ndarray | Sketch) -> object:
+    """A value that two tensors share only if they have the same bits."""
+    if isinstance(value, Sketch):
+        return value.dtype, value.numel, value.fingerprint, value.num_not_finite
+    flat = np.ascontiguousarray(value).reshape(-1)
+    return value.dtype.name, hashlib.blake2b(flat.view(np.uint8).data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:
@@ -544,6 +596,9 @@ class SilentWriter(RecordingWriter):
         """Nothing."""
 
     def activation(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def buffers(self, *args: Any, **options: Any) -> None:
         """Nothing."""
 
     def counts(self, step: int, counts: Mapping[str, float]) -> None:

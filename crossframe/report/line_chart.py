@@ -22,12 +22,13 @@ _TICKS = 5
 # What matplotlib draws with, and the variable of the style sheet that takes its place.
 _COLOURS = {
     "first": "#1f6fd0", "second": "#c8560c", "curve2": "#1a7f3d", "curve3": "#7d3c98", "curve4": "#007a87",
-    "curve5": "#a3186f", "curve6": "#6b5c00", "curve7": "#4a4f9c", "bad": "#c3261f", "soft": "#5b6570", "line": "#dfe3e8",
+    "curve5": "#a3186f", "curve6": "#6b5c00", "curve7": "#4a4f9c", "curve8": "#8a4b2a", "bad": "#c3261f",
+    "soft": "#5b6570", "line": "#dfe3e8",
 }  # fmt: skip
-STYLES = ("first", "second", *(f"curve{i}" for i in range(2, 8)))
+STYLES = ("first", "second", *(f"curve{i}" for i in range(2, 9)))
 """The styles of curves."""
-_MARKERS = dict(zip(STYLES, ("o", "s", "^", "D", "v", "P", "X", "*"), strict=True))
-GLYPHS = dict(zip(STYLES, "●■▲◆▼✚✖★", strict=True))
+_MARKERS = dict(zip(STYLES, ("o", "s", "^", "D", "v", "P", "X", "*", "<"), strict=True))
+GLYPHS = dict(zip(STYLES, "●■▲◆▼✚✖★◀", strict=True))
 """The markers of the styles as text."""
 _STYLE = {
     "svg.fonttype": "none",

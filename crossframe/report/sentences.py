@@ -9,7 +9,17 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from crossframe.draw.amounts import ROOT, one_line
-from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import (
+    BACKWARD,
+    BUFFERS,
+    FORWARD,
+    NORM,
+    PARAMETERS,
+    REDUCE,
+    STATE,
+    UNSHARDED,
+    UPDATE,
+)
 from crossframe.report.tables_and_curves import Worst
 from crossframe.verdict import Bounds
 from crossframe.verdict.diagnosis.diagnose import LEAVES
@@ -34,6 +44,7 @@ PHASES = {
     NORM: "gradient norm",
     STATE: "optimizer state",
     UPDATE: "updated parameters",
+    BUFFERS: "buffers",
 }
 SIGNATURES = {
     "constant_factor": "a constant factor",
@@ -133,6 +144,8 @@ def what_parted(where: dict[str, Any], name: str) -> str:
     if event in ("input", "output"):
         module = name.removeprefix(f"{event} of ")
         what = f"the {event} of module {short(module)}" if module != event else f"the {short(name or event)}"
+    elif where["phase"] == BUFFERS:
+        what = f"the buffer {short(name or where['buffer'])}"
     elif where["phase"] == STATE:
         what = f"the optimizer state {short(name or where['parameter'])}"
     else:

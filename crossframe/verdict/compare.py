@@ -31,6 +31,7 @@ from crossframe.verdict.evidence import (
     evidence_from_direction,
 )
 from crossframe.verdict.measure.aligned_samples import in_place
+from crossframe.verdict.measure.buffers import differing_constants
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
@@ -92,6 +93,8 @@ def compare(
     Between two implementations, the rows of an expert's activations are compared in one order
     (`crossframe.verdict.measure.routed_rows`), and an output that is the other side's after an elementwise activation, such as
     that of a norm that applies a ReLU itself, is not compared if what follows agrees.
+
+    Buffers, such as running means, are compared after each step (`crossframe.verdict.measure.buffers`).
 
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`), or if they are not the same value in two implementations
@@ -366,6 +369,14 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
         others = len(pair.unmatched) - 1
         more = f" and of {others} more activation{'s' * (others > 1)}" if others else ""
         yield f"the values of the {use} of {f'{module!r}' if module else 'the model'}{more} are not compared: {why}"
+    if pair.unlike_buffers:
+        name, why = next(iter(pair.unlike_buffers.items()))
+        others = len(pair.unlike_buffers) - 1
+        more = f" and {others} more buffer{'s' * (others > 1)}" if others else ""
+        yield f"{name!r}{more}, which {'are' if others else 'is'} no parameter, {'are' if others else 'is'} not compared: {why}"
+    if constants := differing_constants(pair):
+        more = f", and so do {len(constants) - 1} more buffers" if len(constants) > 1 else ""
+        yield f"the buffer {constants[0]!r}, which no step changes, has different values{more}"
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

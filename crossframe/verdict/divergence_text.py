@@ -6,6 +6,7 @@ import numpy as np
 
 from crossframe.recording.event_format import (
     BACKWARD,
+    BUFFERS,
     COUNT,
     FORWARD,
     NORM,
@@ -29,6 +30,7 @@ NOUNS = {  # in the causal order of a step
     NORM: "norm of the gradient",
     STATE: "optimizer state",
     UPDATE: "updated value",
+    BUFFERS: "buffer",
 }
 
 
@@ -67,6 +69,8 @@ def describe_quantity(judgement: Judgement | None) -> str:
     assert judgement is not None
     q = judgement.quantity
     rank = f" of rank {q.rank}" if q.rank is not None else ""
+    if q.buffer:
+        return f"buffer {q.buffer!r}{rank}"
     if q.kind == ACTIVATION or not q.name:
         return f"{q.name or q.event}{rank}"
     return f"{NOUNS[q.phase]} ({q.name}){rank}"
@@ -85,6 +89,8 @@ def _what(q: Quantity, where: Divergence) -> str:
         unit = f"unit {q.unit!r}, " if q.unit and q.unit != q.module else ""
         module = f"{'unit' if q.module == q.unit else 'module'} {q.module!r}" if q.module else "the model"
         return f"the {q.use} of {module} ({unit}microbatch {q.microbatch}{elements}{rank})"
+    if q.buffer:
+        return f"the buffer {q.buffer!r} ({f'unit {q.unit!r}' if q.unit else 'the root unit'}{elements}{rank})"
     if where.parameter is None:
         return (
             with_ranks(noun, where.rank, where.ranks) if where.rank is not None else f"the mean {noun[4:]} over ranks"

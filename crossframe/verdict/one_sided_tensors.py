@@ -31,6 +31,10 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
             yield f"{words}, which {names[have.index(True)]} alone recorded, are not compared"
     if own:
         yield from _activations(pair, names)
+    have = [any(side.buffers(step) for step in pair.steps[:_STEPS]) for side in (pair.a, pair.b)]
+    known = [bool(has or side.initial_buffers()) for has, side in zip(have, (pair.a, pair.b), strict=True)]
+    if any(have) and not all(known):
+        yield f"buffers, which {names[known.index(True)]} alone recorded, are not compared"
     yield from _updates(pair, names)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE
+from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, NORM, REDUCE
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
 
@@ -51,7 +51,7 @@ def _is_seen(pair: Pair, where: Divergence) -> bool:
     if where.phase == REDUCE and pair.same_world and where.parameter is not None:
         name = where.parameter
         return all(recording.has(BACKWARD, where.step, name, where.rank) for recording in (pair.a, pair.b))
-    if where.phase in (FORWARD, BACKWARD, REDUCE):
+    if where.phase in (FORWARD, BACKWARD, REDUCE, BUFFERS):
         return all(recording.activations(where.step) for recording in (pair.a, pair.b))
     return True
 

@@ -166,6 +166,8 @@ def place_of(said: dict[str, Any]) -> str:
     where = said.get("first_divergence")
     if not where:
         return ""
+    if where.get("buffer"):
+        return f"{where['phase']}/{where['buffer']}"
     name = where.get("module") or where.get("parameter") or _module_in(said.get("reason", ""))
     return f"{where['phase']}/{where['event']} {name}".strip()
 

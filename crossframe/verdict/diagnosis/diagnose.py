@@ -8,8 +8,9 @@ import numpy as np
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS
+from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, PARAMETERS
 from crossframe.verdict.diagnosis import (
+    buffer_hypotheses,
     count_hypotheses,
     layer_hypotheses,
     module_hypotheses,
@@ -101,7 +102,9 @@ def _by_size(case: Case) -> Diagnosis | None:
 
 def _fits(case: Case) -> Iterator[Fit]:
     """All accepted hypotheses, with either side assumed to be right."""
-    if case.quantity.sketched:
+    if case.phase == BUFFERS:
+        hypotheses = buffer_hypotheses.ALL
+    elif case.quantity.sketched:
         hypotheses = _OF_SKETCHES
     elif case.quantity.kind == FORWARD:
         hypotheses = (module_hypotheses.low_precision, *count_hypotheses.OF_LOSS, *_OF_VALUES)

@@ -1,8 +1,8 @@
 """Yields all quantities of a pair in causal order.
 
 Initial parameters; then for each step the gathered parameters, the inputs and outputs of modules, losses, local gradients,
-reduced gradients, their norm, optimizer state and updated parameters; where optimizers take turns within a step, all of this for
-each turn. Gradients come in reverse order of the units, as in
+reduced gradients, their norm, optimizer state, updated parameters and buffers; where optimizers take turns within a step, all of
+this but buffers for each turn. Gradients come in reverse order of the units, as in
 backward. Local quantities are compared at equal world sizes; at different world sizes only activations are, sample by sample. All
 causes of the first quantity outside its bound are within their bounds, so the bug is there.
 """
@@ -22,6 +22,7 @@ from crossframe.recording import Recording
 from crossframe.recording.element_ranges import ElementRange
 from crossframe.recording.event_format import (
     BACKWARD,
+    BUFFERS,
     COUNT,
     FORWARD,
     NORM,
@@ -36,6 +37,7 @@ from crossframe.recording.hashing import same_bits
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.measure.aligned_samples import At, aligned, in_place, shared_activations, unmatched
+from crossframe.verdict.measure.buffers import buffers_of
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
@@ -57,7 +59,7 @@ from crossframe.verdict.measure.values import (
 _MOST_NEAR = 0.05
 """The largest relative distance up to which values are those of an elementwise activation, in dtypes with coarse bounds. It is
 smaller than the distance of most activations of standard normal numbers: 0.09 of a sigmoid and a hard sigmoid."""
-ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+ALL = (PARAMETERS, UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, BUFFERS)
 
 Group = list[Quantity]
 """The same quantity on several ranks or replicas."""
@@ -99,6 +101,8 @@ def _of_step(pair: Pair, step: int, phases: Sequence[str]) -> Iterator[Group]:
         yield from _state(pair, step)
     if recorded and UPDATE in phases:
         yield from _updates(pair, step)
+    if recorded and BUFFERS in phases:
+        yield from buffers_of(pair, step)
 
 
 def _turns(pair: Pair, step: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.quoting import quote
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BUFFERS, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
 
@@ -23,7 +23,7 @@ _FREE = {
 # Settings of parameter groups.
 _OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
 _DECAY = "weight_decay"
-_ORDER = (FORWARD, STATE, UPDATE)
+_ORDER = (FORWARD, STATE, UPDATE, BUFFERS)
 _ROUNDINGS = 16
 """More operations than a script needs to compute a setting or the rate of a step from its constants: each rounds once."""
 MOST_REASONS = 8

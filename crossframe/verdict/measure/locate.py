@@ -25,9 +25,10 @@ class Divergence:
         start, stop: the smallest range of row-major element indices, within the piece of that rank, that contains all differing
             elements; None for a single number. For a sketch, the whole piece of the rank.
         event: the operation that produced it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
-            "all_reduce", "grad_norm", "state" or "optimizer".
+            "all_reduce", "grad_norm", "state", "optimizer" or "buffer".
         ranks: all ranks with differing values, in order; empty if unknown.
         module: the module of an activation; None for the model's own input or output, and for other quantities.
+        buffer: the name of a buffer; None for other quantities.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Divergence:
     event: str
     ranks: tuple[int, ...] = ()
     module: str | None = None
+    buffer: str | None = None
 
     def to_json(self) -> dict:
         return asdict(self) | {"ranks": list(self.ranks)}
@@ -116,7 +118,7 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
     if not q.parameter:
         inside = np.flatnonzero(off)
         start, stop = int(inside[0]), int(inside[-1]) + 1
-        return Divergence(q.step, q.phase, q.rank, q.unit, None, start, stop, q.event, module=q.module or None)
+        return _of_model(q, q.rank, start, stop)
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
     rank, held = q.rank, np.arange(off.size)
     if rank is None:
@@ -160,8 +162,15 @@ def locate_sketch(judgement: Judgement, pair: Pair) -> Divergence:
     """Locate the difference of a sketched quantity: the rank whose sketch differs most, and its piece."""
     q = judgement.quantity
     rank, start, stop = _held(q, pair)
-    module = q.module or None
-    return Divergence(q.step, q.phase, rank, q.unit, q.parameter or None, start, stop, q.event, module=module)
+    if not q.parameter:
+        return _of_model(q, rank, start, stop)
+    return Divergence(q.step, q.phase, rank, q.unit, q.parameter, start, stop, q.event)
+
+
+def _of_model(q: Quantity, rank: int | None, start: int, stop: int) -> Divergence:
+    """The location of an activation or a buffer."""
+    module, buffer = q.module or None, q.buffer or None
+    return Divergence(q.step, q.phase, rank, q.unit, None, start, stop, q.event, module=module, buffer=buffer)
 
 
 def _held(q: Quantity, pair: Pair) -> tuple[int | None, int, int]:

@@ -44,6 +44,7 @@ class Pair:
         unmatched: by (module, use), why an activation that both recorded is not compared, as a clause: it could not be matched by
             sample, has too many rows in different orders, or is before an elementwise activation on one side and after it on the
             other.
+        unlike_buffers: by name, why a buffer that both recorded is not compared, as a clause.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
@@ -70,6 +71,7 @@ class Pair:
         self.of_other_shapes: dict[tuple[str, str], str] = {}
         self.routed: dict[str, int] = {}
         self.unmatched: dict[tuple[str, str], str] = {}
+        self.unlike_buffers: dict[str, str] = {}
         self._known: dict[Hashable, Any] = {}
 
     @property

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, NORM, REDUCE, STATE, UPDATE
 from crossframe.recording.sketch import Sketch
 from crossframe.verdict.measure.metrics import norm
 
 ACTIVATION = "activation"
 LATE_UPDATE = "late update"
-KINDS = (ACTIVATION, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, LATE_UPDATE)
+KINDS = (ACTIVATION, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, LATE_UPDATE, BUFFERS)
 """The kinds of computed quantities. Data that is only moved must be bitwise equal and has no kind."""
 
 
@@ -22,9 +22,9 @@ class Quantity:
 
     Attributes:
         event: the operation that produced it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
-            "all_reduce", "grad_norm", "state", "optimizer".
+            "all_reduce", "grad_norm", "state", "optimizer", "buffer".
         unit: the unit of the parameter or of the computing module.
-        parameter: canonical name; "" for an activation, a loss or a norm.
+        parameter: canonical name; "" for an activation, a loss, a norm or a buffer.
         rank: the rank of a local quantity; None for a quantity assembled from shards and for a mean over ranks.
         replica: the replica of the second recording that it was assembled from.
         a, b: the elements in their shape, or the sums of the sketches.
@@ -39,6 +39,7 @@ class Quantity:
         by: the factors by which a and b were multiplied to undo clipping (`crossframe.verdict.measure.clipping`) or a scale of
             the loss (`crossframe.verdict.measure.loss_scale`), and their rounding with them.
         stored: the dtypes of the recorded elements, where a factor gives elements that they do not have.
+        buffer: canonical name of a buffer; "" for other quantities.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Quantity:
     within: str = ""
     by: tuple[float, float] = (1.0, 1.0)
     stored: tuple[str, str] | None = None
+    buffer: str = ""
 
     @property
     def kind(self) -> str:
@@ -78,7 +80,7 @@ class Quantity:
         """
         if self.kind == ACTIVATION:
             return f"{self.use} of {self.module or 'the model'}"
-        return f"{self.use} of {self.parameter}" if self.use else self.parameter
+        return f"{self.use} of {self.parameter}" if self.use else self.parameter or self.buffer
 
     @property
     def sketched(self) -> bool:

@@ -35,7 +35,7 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, NORM, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.recording.golden_file import StoredSpread
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.metrics import distance, inner_distance, trimmed_distance
@@ -58,6 +58,7 @@ MEASURES: dict[str, Measure] = {
     STATE: distance,
     UPDATE: trimmed_distance,
     LATE_UPDATE: inner_distance,
+    BUFFERS: distance,
     UNSHARDED: inner_distance,  # parameters that a loop edits between steps: earlier updates and the edit
 }
 """The distance measure of each kind of quantity. Each kind has its own factor."""
@@ -187,7 +188,7 @@ def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched:
     )
 
 
-_COMPUTED = (UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE)
+_COMPUTED = (UNSHARDED, FORWARD, BACKWARD, REDUCE, NORM, STATE, UPDATE, BUFFERS)
 _KNOWN: "WeakKeyDictionary[Recording, dict[bool, Spread]]" = WeakKeyDictionary()
 
 

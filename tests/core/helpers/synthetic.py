@@ -15,6 +15,7 @@ from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.plan import Strategy, plan_units, step_plan
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
+from crossframe.recording.event_format import CHANGED, INITIAL
 from crossframe.trace import collectives
 
 SAMPLES = 6
@@ -25,6 +26,9 @@ SHAPES = {name: shape for params in UNITS.values() for name, shape in params.ite
 Tamper = Callable[[str, int, int, str, np.ndarray], np.ndarray]
 """(phase, or "input" or "output", step, rank, name of a parameter or unit, array in full) -> what is recorded instead. A loss and
 a norm come as arrays of one element."""
+
+Buffers = Callable[[int, int], dict[str, np.ndarray]]
+"""(step, or -1 before the first one, rank) -> buffers by name."""
 
 
 def manifest(
@@ -89,6 +93,7 @@ def write_run(
     tamper: Tamper | None = None,
     stop_before: int | None = None,
     overwrite: bool = False,
+    buffers: Buffers | None = None,
 ) -> None:
     """Record a run; `stop_before` kills every rank inside that step."""
     create_recording(directory, made, overwrite=overwrite)
@@ -97,6 +102,10 @@ def write_run(
             with RecordingWriter(directory, made, rank) as writer:
                 for step, record in _steps(made, rank, tamper or (lambda *args: args[-1])):
                     record(writer)
+                    for after, use in ((-1, INITIAL), (step, CHANGED)) if buffers else ():
+                        if after == step or step == 0:
+                            values = {name: (each, each.shape) for name, each in buffers(after, rank).items()}
+                            writer.buffers(step, values, use)
                     if step == stop_before:
                         raise InterruptedError
                     writer.end_step(step)

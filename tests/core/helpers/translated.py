@@ -11,7 +11,7 @@ from crossframe.layout import layouts_by_rows
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Recording, RecordingWriter, create_recording
-from crossframe.recording.event_format import PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import CHANGED, INITIAL, PARAMETERS, REDUCE, STATE, UPDATE
 from tests.core.helpers.synthetic import pieces_of
 
 Change = Callable[[str, np.ndarray], np.ndarray]
@@ -55,6 +55,8 @@ def translate(
         with RecordingWriter(directory, made, rank) as writer:
             for step in range(recording.num_steps):
                 _write(recording, writer, step, rank, paths, params, modules, activations)
+                for after, use in ((-1, INITIAL), (0, CHANGED)) if step == 0 else ((step, CHANGED),):
+                    _write_buffers(recording, writer, after, use, modules or {})
                 writer.end_step(step)
     return Recording.open(directory)
 
@@ -95,3 +97,14 @@ def _write(recording, writer, step, rank, paths, params, modules, activations):
         writer.state(step, unit, "exp_avg", pieces(STATE, "exp_avg"))
         writer.counts(step, dict.fromkeys(own, float(step + 1)))
         writer.updated(step, unit, pieces(UPDATE))
+
+
+def _write_buffers(
+    recording: Recording, writer: RecordingWriter, step: int, use: str, modules: Mapping[str, str]
+) -> None:
+    found = {}
+    for name in recording.buffers(step) if use == CHANGED else recording.initial_buffers():
+        module, _, last = name.rpartition(".")
+        path = ".".join(filter(None, (modules.get(module, module), last)))
+        found[path] = recording.buffer(step, writer.rank, name), recording.buffer_shape(step, writer.rank, name)
+    writer.buffers(max(step, 0), found, use)

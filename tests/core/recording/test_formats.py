@@ -182,12 +182,12 @@ def test_sketches_of_another_number_of_sums_are_refused(tmp_path):
         Recording.open(tmp_path)
 
 
-@pytest.mark.parametrize("form", [0, 1, 2, 8, "4", None, [4]])
+@pytest.mark.parametrize("form", [0, 1, 2, 9, "4", None, [4]])
 def test_formats_that_are_not_read_are_named(tmp_path, form):
     shutil.copytree(FORMATS / "recording_3", tmp_path / "r")
     path = tmp_path / "r" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": form}))
-    with pytest.raises(RecordingError, match="field 'format': expected 7, the format read here, got"):
+    with pytest.raises(RecordingError, match="field 'format': expected 8, the format read here, got"):
         Recording.open(tmp_path / "r")
     shutil.copytree(FORMATS / "checkpoint_2", tmp_path / "c")
     wrapped = json.loads((tmp_path / "c" / "index.json").read_text())

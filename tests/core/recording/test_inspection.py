@@ -271,3 +271,14 @@ def test_factors_of_a_group_are_compared_within_the_errors_of_both(bias, departs
     checked += [_Checked("bias", bias, 1e-7), _Checked("bias again", 2.0, 1e-7)]
     found = list(_findings(SimpleNamespace(manifest=manifest()), 1, "", checked, _Notes()))
     assert [each.parameters for each in found] == [("bias",)] * departs
+
+
+def test_a_buffer_that_is_not_finite_is_noted(tmp_path):
+    """Training may not read it: an evaluation would."""
+
+    def buffers(step, rank):
+        return {"block.var": np.array([1.0, np.nan if step == 1 else step])}
+
+    found = inspect(record(tmp_path / "run", buffers=buffers))
+    assert not found.is_faulty
+    assert any("step 1: the buffer 'block.var' holds 1 values that are not finite" in note for note in found.notes)

@@ -58,7 +58,7 @@ def test_a_manifest_that_is_no_json(directory):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"format": 1}, r"field 'format': expected 7, the format read here, got 1"),
+        ({"format": 1}, r"field 'format': expected 8, the format read here, got 1"),
         ({"steps": 0}, r"field 'steps': expected an int of at least 1, or none, got 0"),
         ({"steps": True}, r"field 'steps': expected int or NoneType, got True"),
         ({"seed": "0"}, r"field 'seed': expected int or NoneType, got '0'"),

@@ -47,7 +47,7 @@ ODD_JSON = TORCH | {
 }
 WHERE = Divergence(2, "reduce", 1, "h.0", "h.0.w", 4, 8, "reduce_scatter", (1, 3), None)
 WHERE_JSON = {"step": 2, "phase": "reduce", "rank": 1, "unit": "h.0", "parameter": "h.0.w", "start": 4, "stop": 8,
-              "event": "reduce_scatter", "ranks": [1, 3], "module": None}  # fmt: skip
+              "event": "reduce_scatter", "ranks": [1, 3], "module": None, "buffer": None}  # fmt: skip
 CHANGED = TensorDifference("w", Kind.BEYOND, "w differs by 0.5", Verdict.INCONCLUSIVE, 0.5)
 CHANGED_JSON = {
     "name": "w",

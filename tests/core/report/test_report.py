@@ -139,6 +139,7 @@ def test_a_report_of_a_bug_says_where(tmp_path):
         "event": "reduce_scatter",
         "ranks": [0, 1],
         "module": None,
+        "buffer": None,
     }
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert {name: re.sub("<.*?>", "", said) for name, said in facts.items()}.items() >= {

@@ -137,7 +137,7 @@ def test_a_place_as_json():
     where = locate(judge(quantity([0.0], [2.0], phase="forward", parameter="", rank=1)), synthetic.manifest())
     assert where.to_json() == {
         "step": 0, "phase": "forward", "rank": 1, "unit": "", "parameter": None, "start": None, "stop": None,
-        "event": "optimizer", "ranks": [], "module": None,
+        "event": "optimizer", "ranks": [], "module": None, "buffer": None,
     }  # fmt: skip
 
 

@@ -545,7 +545,7 @@ def test_a_verdict_as_json(tmp_path):
     }  # fmt: skip
     assert found["first_divergence"] == {
         "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,
-        "event": "reduce_scatter", "ranks": [1], "module": None,
+        "event": "reduce_scatter", "ranks": [1], "module": None, "buffer": None,
     }  # fmt: skip
 
 
