@@ -79,6 +79,7 @@ class ModelView:
             divide them.
         pipeline: the stages of which this model is one; None: it is whole. stage: its number.
         context: the ranks that have parts of this rank's sequences; None: it has whole ones.
+        path: where the whole model has this one, if that is part of the names; "" otherwise.
     """
 
     engine: Engine
@@ -94,6 +95,11 @@ class ModelView:
     pipeline: Pipeline | None = None
     context: Context | None = None
     stage: int = 0
+    path: str = ""
+
+    def own_name(self, name: str) -> str:
+        """The name that a module or buffer of this model has in the recording."""
+        return f"{self.path}.{name}" if self.path else name
 
     @property
     def numel(self) -> int:
@@ -172,6 +178,7 @@ class ModelView:
             watched={module: new(name) if name else "" for module, name in self.watched.items()},
             entries={module: tuple(map(new_unit, units)) for module, units in self.entries.items()},
             left_out=tuple(map(new, self.left_out)),
+            path=path,
         )
 
 

@@ -33,6 +33,9 @@ class Sink:
     def begins(self, inputs: list[Tensor]) -> None:
         """The first forward of a model is about to begin, with these inputs."""
 
+    def forward_begins(self) -> None:
+        """A forward begins. Nothing of the model has run since the last step but evaluations."""
+
     def batch(self, tensors: list[Tensor], mask: int | None) -> None:
         """A microbatch begins: what forward was given, and the index of the mask in it."""
 
@@ -371,6 +374,7 @@ class Watch:
                 given = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
             self._sink.begins(given)
             self._trains_in = model.training
+        self._sink.forward_begins()
         self._withdraw()
         # In the other mode: an evaluation, which forgot no_grad, unless backward follows.
         is_other = model.training != self._trains_in and not self._every_call

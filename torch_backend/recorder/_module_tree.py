@@ -5,15 +5,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from crossframe.dtypes import FLOATING
 from crossframe.errors import UsageError
 from crossframe.state import COMPILED, WRAPPERS, canonical_name
+from torch_backend.compat._dtypes import dtype_name
 from torch_backend.compat._torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
 _FABRIC = "_FabricModule"
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,18 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
     for attribute, child in module._modules.items():
         if child is not None:
             yield from _places(child, child_name(module, name, attribute), compiled, seen)
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All buffers by canonical name, each once, of a dtype that can be recorded: numbers, and not on the meta device."""
+    seen: set[int] = set()
+    for place in named_modules(model):
+        for attribute, value in place.module._buffers.items():
+            if value is None or id(value) in seen or value.is_meta or value.is_sparse or not value.numel():
+                continue
+            seen.add(id(value))
+            if value.dtype.is_complex or value.dtype in _INTEGERS or dtype_name(value.dtype) in FLOATING:
+                yield (f"{place.name}.{attribute}" if place.name else attribute), value
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -285,6 +285,7 @@ class StageWriter(SilentWriter):
     state = _keeps("state")
     updated = _keeps("updated")
     counts = _keeps("counts")
+    buffers = _keeps("buffers")
     disagreement = _keeps("disagreement")
 
     def taken(self) -> Iterator[Call]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -62,6 +62,9 @@ class _Part(Sink):
     def begins(self, inputs: list[Tensor]) -> None:
         self._recorder.begins(inputs)
 
+    def forward_begins(self) -> None:
+        self._recorder.write_late()
+
     def batch(self, tensors: list[Tensor], mask: int | None) -> None:
         if self.watch.is_dense:
             self._begun().batch(self._recorder.current_step, tensors)
@@ -98,9 +101,9 @@ class Recorder(Listener):
     plain module on one device or with manually averaged gradients. All ranks record into one shared directory.
 
     Every step records the loss and the batch's digest and sample ids. Recorded steps also contain reduced gradients (before the
-    first clipping, or before the optimizer step), the gradient norm of clipping, parameters and optimizer state after the step,
-    and the collectives of our engine. Dense steps also contain unsharded parameters, inputs and outputs of modules, and local
-    gradients. The inside of compiled modules is not recorded.
+    first clipping, or before the optimizer step), the gradient norm of clipping, parameters, optimizer state and buffers after
+    the step, and the collectives of our engine. Dense steps also contain unsharded parameters, inputs and outputs of modules,
+    and local gradients. The inside of compiled modules is not recorded.
 
     Args:
         directory: the directory of the recording.
@@ -231,6 +234,13 @@ class Recorder(Listener):
         self._waiting: list[StepValues] = []
         self._num_written = 0
         self._open = OpenStep()
+        self._reads_buffers_late, self._is_unwritten = False, False
+
+    def read_buffers_late(self) -> None:
+        """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
+        and does not call `step`. Where ranks write a step together, or a monitor judges it when it ends, they are recorded at
+        its end."""
+        self._reads_buffers_late = self._pipeline is None and self._context is None and self._monitor is None
 
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
@@ -260,9 +270,13 @@ class Recorder(Listener):
                 raise RecordingError(f"Recorder: no step was recorded: the model never ran in here{enabled}")
             return
         if kind is None:
+            self.write_late()
             self._write_waiting()
             for keeper in self._keepers:  # a forward after the last step, or an update of some parameters alone
                 keeper.writer.leave_step()
+        elif self._is_unwritten:
+            with suppress(Exception):  # of the script, which is raised
+                self.write_late(alone=True)
         for keeper in self._keepers:
             keeper.writer.__exit__(kind, error, trace)
         if self._monitor is not None:  # of the other ranks, as far as they have come
@@ -298,12 +312,16 @@ class Recorder(Listener):
 
     def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
+            self.write_late()
             writer, values, step = self._begun(), self._values(loss, batch, sample_ids), self._open
             values.rates = step.rates(of_stages=len(self._parts) > 1)
             takes_turns = step.takes_turns and self._pipeline is None and self._context is None
             if takes_turns:
                 values.backwards = step.backwards
             records = writer.records(self.current_step)
+            if records and not self._reads_buffers_late:
+                for keeper in self._keepers:
+                    keeper.buffers(self.current_step)
             if records and self._forward_only:
                 writer.collectives(self.current_step, self._parts[0].watch.events())
             elif records:
@@ -317,8 +335,11 @@ class Recorder(Listener):
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
                     keeper.after_step(self.current_step, optimizers, norm, part.watch, step.loss_scale)
             self._waiting.append(values)
+            self._is_unwritten = records and self._reads_buffers_late
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
-            if records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
+            if self._is_unwritten:
+                pass
+            elif records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
                 self._write_waiting()
             self.current_step += 1
             traced = self._request is not None and self.current_step > self._request.step
@@ -347,6 +368,7 @@ class Recorder(Listener):
             self._begun()
             if self._open.microbatches:
                 raise UsageError("Recorder.open_window: call it between steps, right after Recorder.step")
+            self.write_late()
             self._write_waiting()
             for keeper in self._keepers:
                 keeper.writer.open_window(self.current_step + num_steps)
@@ -374,6 +396,19 @@ class Recorder(Listener):
             part.watch.expects_forward = False
         self.begins([])
 
+    def write_late(self, *, alone: bool = False) -> None:
+        """Write the step that has ended, with the buffers as they are now, if that was put off.
+
+        Args:
+            alone: other ranks may not call it.
+        """
+        if self._is_unwritten:
+            self._is_unwritten = False
+            with quietly():
+                for keeper in self._keepers:
+                    keeper.buffers(self.current_step - 1, alone=alone)
+                self._write_waiting()
+
     # Called by hooks
 
     def begins(self, inputs: list[Tensor]) -> None:
@@ -400,6 +435,7 @@ class Recorder(Listener):
 
     def backward(self, loss: Tensor) -> None:
         with quietly():
+            self.write_late()
             for part in self._parts:
                 part.watch.backward_begins()
             params = [i for keeper in self._keepers for i in keeper.params]
@@ -486,7 +522,7 @@ class Recorder(Listener):
             else:
                 kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
                 writer = kind(self._path, manifest, view.rank)
-            part.keeper = Keeper(view, writer)  # which closes the writer if the next line fails
+            part.keeper = Keeper(part.model, view, writer)  # which closes the writer if the next line fails
             writer.environment(environment_of(part.model, self._optimizers).to_bytes())
         for keeper in self._keepers:
             keeper.initial()
@@ -508,7 +544,7 @@ class Recorder(Listener):
     def _begin_step(self) -> None:
         writer = self._keepers[0].writer
         records = writer.records(self.current_step)
-        if records:
+        if records and not self._is_unwritten:
             self._write_waiting()
         self._open = OpenStep()
         if self._trace is not None and self._request is not None:

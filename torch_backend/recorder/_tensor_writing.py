@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from crossframe.errors import UnsupportedError
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
 from crossframe.recording.event_format import (
+    CHANGED,
     COUNT,
     FORWARD,
+    INITIAL,
     INPUT,
     PARAMETERS,
     REDUCE,
@@ -23,6 +27,7 @@ from torch_backend.compat._dtypes import as_real, to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
+from torch_backend.recorder._module_tree import named_buffers
 from torch_backend.recorder._partition import Pieces as PiecesOfRanks
 from torch_backend.recorder._partition import in_forward
 from torch_backend.recorder._sketch import sample_of, sketches_of
@@ -37,8 +42,8 @@ class Keeper:
         writer: this rank's.
     """
 
-    def __init__(self, view: ModelView, writer: RecordingWriter) -> None:
-        self._view, self.writer = view, writer
+    def __init__(self, model: nn.Module, view: ModelView, writer: RecordingWriter) -> None:
+        self._model, self._view, self.writer = model, view, writer
         self._params = {id(held.param) for held in view.held}
         self._grads: dict[str, Pieces] = {}
         self._specs = writer.manifest.params
@@ -52,9 +57,25 @@ class Keeper:
         return any(id(param) in self._params for param in params)
 
     def initial(self) -> None:
-        """Record the parameters before the first step."""
+        """Record the parameters and buffers before the first step."""
+        self.buffers(0, INITIAL)
         for unit, held in self._by_unit():
             self.writer.parameters(0, unit, self._pieces(0, PARAMETERS, ((each, each.param) for each in held)))
+
+    def buffers(self, step: int, use: str = CHANGED, *, alone: bool = False) -> None:
+        """Record buffers after a step, or before the first one. Integers are recorded as float64.
+
+        Args:
+            alone: other ranks may not call it; UnsupportedError if they have parts of a buffer.
+        """
+        found = {}
+        for name, buffer in named_buffers(self._model):
+            if alone and isinstance(buffer, DTensor):
+                raise UnsupportedError(f"the buffer {name!r} is divided over ranks")
+            value = as_real(full(buffer.detach()))
+            value = value if value.is_floating_point() else value.to(torch.float64)
+            found[self._view.own_name(name)] = self._kept(value.numel(), [value], 0)[0], tuple(value.shape)
+        self.writer.buffers(step, found, use)
 
     @property
     def params(self) -> Set[int]:
