@@ -35,6 +35,7 @@ from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_f
 from jax_backend.recorder._combined_grads import combined
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
+from jax_backend.recorder._model_state import ByRank, state_by_rank
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
 from jax_backend.recorder._operator_trace import OperatorTrace
@@ -50,7 +51,7 @@ if TYPE_CHECKING:  # judging imports more than recording does, and most runs are
 
 # Steps whose losses stay on the device, so that the loop does not wait for them.
 _MOST_WAITING = 2
-MORE = ("grads", "grad_norm", "learning_rate")
+MORE = ("grads", "grad_norm", "learning_rate", "model_state")
 """The keys of the dict that a wrapped step may return."""
 
 
@@ -118,6 +119,7 @@ class Recorder:
         detail: "full", "sketch" (`crossframe.recording.sketch`: two kilobytes for each tensor), or "auto": sketches for a model
             of more than a million parameters.
         steps: the number of steps, if known; the last one is then recorded too.
+        model_state: state of the model that is no parameter before the first step, as `step` gets it after each step.
         samples: maps a batch to the arrays that identify its samples; None: all of it. A recording in torch has the inputs of the
             model: return those to compare with one.
         channels_last: canonical names of modules, or (name, "input" or "output"), whose activations have channels in the last dim
@@ -155,6 +157,7 @@ class Recorder:
         windows: Iterable[tuple[int, int]] = (),
         detail: str = "auto",
         steps: int | None = None,
+        model_state: PyTree = None,
         samples: Callable[[PyTree], PyTree[ArrayLike]] | None = None,
         channels_last: Iterable[str | tuple[str, str]] | None = None,
         perturbed_run: int | None = None,
@@ -231,6 +234,7 @@ class Recorder:
         if described is not None:
             units = [unit for unit, _ in self._source.units]
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
+        self._initial_state = self._state_by_rank(model_state)
         self._step, self._closed = 0, False
         self._waiting: list[_Waiting] = []
         self._begin_step()
@@ -242,6 +246,7 @@ class Recorder:
         self._num_microbatches = 0
         self._turns: Mapping[str, int] = {}
         self._backwards: Sequence[tuple[int, Any]] = ()
+        self._model_state: ByRank = {}
 
     def __enter__(self) -> Self:
         if self._manifest is None:
@@ -283,6 +288,15 @@ class Recorder:
     def add_interior(self, interior: Any) -> None:
         """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
         self._interiors.append(interior)
+
+    def add_state(self, initial: ByRank, after: ByRank) -> None:
+        """Add state of the model that is no parameter: that before the first step, and that after the step."""
+        self._initial_state, self._model_state = initial or self._initial_state, after
+
+    def _state_by_rank(self, state: PyTree) -> ByRank:
+        names = list(self._source.param_map.by_name)
+        by_rank = isinstance(self._source, ShardPieces)
+        return state_by_rank(state, self._source.grid, names, by_rank=by_rank)
 
     def add_turns(self, forwards: Mapping[str, int], losses: Sequence[tuple[int, ArrayLike]]) -> None:
         """Say how models take turns in this step.
@@ -327,6 +341,7 @@ class Recorder:
         batch: PyTree = None,
         grad_norm: ArrayLike | None = None,
         learning_rate: ArrayLike | None = None,
+        model_state: PyTree = None,
     ) -> None:
         """Record the end of an optimizer step.
 
@@ -340,12 +355,17 @@ class Recorder:
             grad_norm: the norm of the gradients before clipping, if the loop computed it.
             learning_rate: the learning rate of this step, a scalar. None: that of `optax.inject_hyperparams` in `opt_state`, if
                 any.
+            model_state: state of the model that is no parameter after the step, such as flax's `batch_stats`: a pytree of arrays,
+                of which floating ones are recorded. With ShardedParams, each has a leading dim of ranks.
         """
         if self._forward_only:
             raise UsageError(
                 "Recorder.step: with forward_only each call of the model is a step; wrap the model by recorder.forward, and "
                 "leave the call of step out"
             )
+        if model_state is not None and self.records():
+            self._check(model_state=model_state)
+            self._model_state = self._state_by_rank(model_state)
         self._end_step(loss, params, grads, opt_state, batch, grad_norm, learning_rate)
 
     def end_call(self, loss: ArrayLike, batch: PyTree) -> None:
@@ -383,6 +403,8 @@ class Recorder:
             data = self._data_of(waiting)
             data.initial, self._initial = self._initial, None
             data.grads, data.state, data.updated = grads, opt_state, params
+            data.initial_state, data.model_state = self._initial_state, self._model_state
+            self._initial_state = {}
             if self._writers.is_dense(self._step):
                 data.interiors, data.local_grads = self._interiors, combined(self._reduced, grads)
             self._writers.write(self._step, data)
@@ -413,8 +435,8 @@ class Recorder:
         Args:
             step: a function `(params, opt_state, batch) -> (params, opt_state, loss)`, jitted or not. `params` are a pytree like
                 the Recorder's, `opt_state` is optax's, and `loss` is the mean over ranks or each rank's own. To record gradients,
-                it returns a fourth value, a dict with "grads" (reduced, before clipping) and "grad_norm". The interior is not
-                recorded (see `value_and_grad`).
+                it returns a fourth value, a dict with "grads" (reduced, before clipping), "grad_norm" and what else `step` gets.
+                The interior is not recorded (see `value_and_grad`).
 
         Returns:
             A function with the arguments and results of `step`. In a perturbed run it begins with `recorder.params` instead of
@@ -556,7 +578,7 @@ class Recorder:
         ]:
             raise UsageError(f"step: expected arrays, got tracers in {traced}; call recorder.step outside jit and grad")
         size = self._source.grid.spec.world_size
-        if (shape := np.shape(given["loss"])) != (size,) and math.prod(shape) != 1:
+        if "loss" in given and (shape := np.shape(given["loss"])) != (size,) and math.prod(shape) != 1:
             raise UsageError(f"loss: expected a scalar, or one for each of {size} ranks, got shape {shape}")
 
     def _start(self, recorded: list[str], *, by_rank: bool) -> None:

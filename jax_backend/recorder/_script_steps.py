@@ -23,6 +23,7 @@ from crossframe.errors import UsageError
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
 from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._model_state import ByRank, canonical_name, of_ranks
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
@@ -53,10 +54,15 @@ _MOST_TO_WAIT = 10
 
 @dataclass
 class _Step:
-    """The turns of all models."""
+    """The turns of all models.
+
+    Attributes:
+        model_state: state of the model after the step that is no parameter, by path, if it is recorded.
+    """
 
     turns: list[Turn] = field(default_factory=list)
     is_complete: bool = False
+    model_state: Mapping[str, Value] = field(default_factory=dict)
 
     @property
     def first(self) -> dict[Model, Turn]:
@@ -92,12 +98,18 @@ class Steps:
         begin: makes the recorder, from the initial parameters, the half precision in which modules compute, the number of
             gradients of a step, and whether several models are one, at the end of the first step; None: nothing is recorded.
         finished: called at the end of each step with its loss.
+
+    Attributes:
+        initial_state, model_state: by path the state that is no parameter, which the functions of the first step got, and which
+            those of the current step have returned.
     """
 
     def __init__(self, begin: Callable[..., Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
+        self.initial_state: Mapping[str, Value] = {}
+        self.model_state: Mapping[str, Value] = {}
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
         self._are_all_known = False
@@ -305,6 +317,7 @@ class Steps:
 
     def _complete(self, step: _Step) -> None:
         step.is_complete = True
+        step.model_state, self.model_state = self.model_state, {}
         self.number += 1
         self._gradients = []
         self._finished(step.loss)
@@ -367,6 +380,8 @@ class Steps:
         parts_of_step = {tuple(map(id, part)): part for _, _, parts in microbatches for part in parts}
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
             self._add_interiors(step, values)
+        if records and len(leads) == 1:
+            self._add_state(step)
         batches = list(batches_of(grid, list(parts_of_step.values())).values())
         states = {model: _state(turn.update.values["state"], of_arrays=records) for model, turn in last.items()}
         rate = None
@@ -415,6 +430,22 @@ class Steps:
             for each, own in zip(turn.gradients, parts, strict=True):
                 for interior in _interiors(each.tap, own, params, grid, model.names, cut, self._leads[model]):
                     self.recorder.add_interior(interior)
+
+    def _add_state(self, step: _Step) -> None:
+        """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
+        assert self.recorder is not None
+        grid, names = self.recorder.grid, self._models[0].names
+
+        def by_rank(state: Mapping[str, Value]) -> ByRank:
+            return {
+                canonical_name(path, names): of_ranks(value.array, grid, by_rank=value.by_rank)
+                for path, value in state.items()
+                if not is_gone(value.array)
+            }
+
+        after = by_rank(step.model_state)
+        initial, self.initial_state = self.initial_state, {}
+        self.recorder.add_state(by_rank(initial) if after else {}, after)
 
     def _add_turns(self, step: _Step) -> None:
         """Say after how many forwards each model was updated, and the losses."""

@@ -11,9 +11,11 @@ import numpy as np
 from crossframe.mesh import MeshSpec
 from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
+from crossframe.recording.event_format import CHANGED, INITIAL
 from crossframe.recording.program import COMPILED, PROGRAM
 from crossframe.trace import Event
 from jax_backend.recorder._environment import environment_of
+from jax_backend.recorder._model_state import ByRank
 from jax_backend.recorder._modules import Dims
 from jax_backend.recorder._observed_loss import Interior
 from jax_backend.recorder._params_as_arrays import ArrayPieces, Pieces
@@ -39,6 +41,7 @@ class StepData:
         updated: the parameters after the step.
         interiors: one for each microbatch; none at steps that are not dense. The source of the recording reads their values.
         local_grads: each rank's own.
+        initial_state, model_state: state of the model that is no parameter, before the first step and after the step.
         events: the collectives of rank 0.
     """
 
@@ -54,6 +57,8 @@ class StepData:
     updated: Any = None
     interiors: Sequence[Interior] = ()
     local_grads: LocalGrads | None = None
+    initial_state: ByRank = field(default_factory=dict)
+    model_state: ByRank = field(default_factory=dict)
     events: Sequence[Event] = field(default_factory=list)
 
 
@@ -115,6 +120,10 @@ class Writers:
                 writer.grad_norm(step, data.grad_norm)
             writer.collectives(step, of_rank(data.events, spec, rank))
             writer.turns({})
+            for state, use in ((data.initial_state, INITIAL), (data.model_state if records else {}, CHANGED)):
+                if state:
+                    own = {name: values[rank] for name, values in state.items()}
+                    writer.buffers(step, {k: (self._kept(v, v.size), v.shape) for k, v in own.items()}, use)
             if data.interiors and writer.is_dense(step):
                 self._put_interior(writer, step, rank, data)
             writer.end_step(step, data.rates)

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,7 @@ from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
 from jax_backend.recorder._late_variables import settings_of_script
 from jax_backend.recorder._manifest import program
 from jax_backend.recorder._model_calls import following_models
+from jax_backend.recorder._model_state import carried
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
@@ -83,6 +84,7 @@ class Plan:
         batch: the arguments that are the batch.
         by_rank: the arguments that have a leading dim of ranks.
         lengths: of the scans in which its first gradient is taken.
+        state: (index of the argument, index of the result) of state of the model that is no parameter, by path.
     """
 
     kinds: tuple[str, ...]
@@ -93,6 +95,7 @@ class Plan:
     batch: tuple[int, ...]
     by_rank: frozenset[int]
     lengths: tuple[int, ...]
+    state: Mapping[str, tuple[int, int]]
 
 
 class ScriptRecorder:
@@ -206,6 +209,8 @@ class ScriptRecorder:
         is_dense = any(map(self._is_dense, steps))
         donates = jitted.donates
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
+        state = plan.state if len(steps) == 1 and self._records_state(steps.start) else {}
+        own_state = {i: _copied(leaves[i]) if donates else leaves[i] for i, _ in state.values()}
         others = [i for i in plan.batch if not self._is_of_model(own[i])]
         batch = [
             _of_all_ranks(leaves[i], plan.lengths)
@@ -227,12 +232,29 @@ class ScriptRecorder:
             result, packed = program(*args, **kwargs)
             more = unpacked(packed, given, result)
         result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
+        mapped = jitted.results_by_rank(result)
+        returned = [Value(leaf, i in mapped) for i, leaf in enumerate(jax.tree.leaves(result))]
         if UPDATE in plan.kinds:
-            mapped = jitted.results_by_rank(result)
-            self._returned = tuple(Value(leaf, i in mapped) for i, leaf in enumerate(jax.tree.leaves(result)))
+            self._returned = tuple(returned)
+        if state:  # which the next step may donate
+            before = {path: Value(own_state[i], i in plan.by_rank) for path, (i, _) in state.items()}
+            copied = [replace(value, array=_copied(value.array)) if donates else value for value in returned]
+            self._note_state(before, {path: copied[j] for path, (_, j) in state.items()})
         taps = unpacked(packed, given, result)
         self._add(taps if more is None else merged(taps, more), batch, originals)
         return result
+
+    def _records_state(self, step: int) -> bool:
+        """Whether state of the model that is no parameter is recorded at a step."""
+        records = self._is_dense(step) or self._schedule.records(step, None)
+        return records and self._trace is None and isinstance(self._steps, Steps)
+
+    def _note_state(self, before: Mapping[str, Value], after: Mapping[str, Value]) -> None:
+        """Note the state that a function of a step got and returned, by path."""
+        assert isinstance(self._steps, Steps)
+        if self._steps.number == 0:
+            self._steps.initial_state = {**before, **self._steps.initial_state}
+        self._steps.model_state = {**self._steps.model_state, **after}
 
     def _traced(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
         assert self._trace is not None and self._request is not None
@@ -268,6 +290,13 @@ class ScriptRecorder:
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
         result, tap = step.plain(args, kwargs)
+        if self._records_state(self._steps.number):
+            before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves(result)
+            state = carried(args, kwargs, result, {i for i, leaf in enumerate(before) if id(leaf) in own})
+            self._note_state(
+                {path: Value(before[i]) for path, (i, _) in state.items()},
+                {path: Value(after[j]) for path, (_, j) in state.items()},
+            )
         if self._trace is None and self._is_dense(self._steps.number):
             with_interior = step.with_interior(args, kwargs)[1]
             tap = merged([tap], [with_interior])[0]
@@ -399,7 +428,8 @@ class ScriptRecorder:
         if GRADIENT in kinds and not any(gradients):
             gradients = ({name: i for i, name in params.items()},)
         number = self._steps.number_in(packed.taps)
-        return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths)
+        state = carried(args, kwargs, result, known | {*batch}) if {GRADIENT, UPDATE} & {*kinds} else {}
+        return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths, state)
 
     def _move(self, leaf: Any, name: str, *, by_rank: bool = False) -> None:
         """Give a perturbed run its own initial value of a parameter, on all ranks alike."""
