@@ -34,7 +34,18 @@ class Environment:
         self.folder = folder
         venv.create(folder, symlinks=True, with_pip=False)
         self.python = folder / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", "--no-deps", "--no-index"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+        ]
         subprocess.run([*pip, "--disable-pip-version-check", str(wheel)], check=True, capture_output=True)
         (self._packages,) = folder.glob("lib/python3*/site-packages")
         (metadata,) = self._packages.glob("crossframe-*.dist-info")
