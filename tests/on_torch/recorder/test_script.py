@@ -294,24 +294,29 @@ def test_a_recorded_process_ends_without_finalizing_the_interpreter(tmp_path):
 
 
 OWN_EXPERIMENTS = """
-import torch
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-    def __getitem__(self, i):
-        import experiments.rows
-        return experiments.rows.row(i)
+import multiprocessing
+def send(sender):
+    import experiments.rows
+    sender.send([experiments.rows.row(i) for i in range(2)])
 def loaded():
-    return list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn"))
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send, args=(sender,))
+    process.start()
+    sender.close()
+    rows = receiver.recv()
+    process.join()
+    return rows
 """
 USES_OWN_EXPERIMENTS = """
-import atexit, torch
+import atexit
 from experiments.data import loaded
 if __name__ == "__main__":
+    import torch  # not in the workers, for which it takes seconds
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for x in loaded():
-        net(x).mean().backward()
+        net(torch.tensor(x)).mean().backward()
         optimizer.step()
     atexit.register(lambda: print("at exit", len(loaded())))
 """
@@ -323,7 +328,7 @@ def test_spawned_workers_import_the_packages_of_the_script(tmp_path):
     own.mkdir()
     (own / "__init__.py").touch()
     (own / "data.py").write_text(OWN_EXPERIMENTS)
-    (own / "rows.py").write_text("import torch\nrow = lambda i: torch.full((4,), float(i))\n")
+    (own / "rows.py").write_text("row = lambda i: [float(i)] * 4\n")
     (tmp_path / "script.py").write_text(USES_OWN_EXPERIMENTS)
     options = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1, "windows": []}
     command = script_command("torch", tmp_path / "script.py", [], options, None)
