@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from crossframe.checkpoint_comparison import compare_checkpoints, format_of, read_unpacked
@@ -51,8 +52,9 @@ def test_a_part_that_was_not_loaded_is_a_bug(tmp_path):
     assert (found.verdict.value, found.differences[0].kind.value) == ("bug", "zeros")
 
 
-def test_the_command_compares_two_folders(tmp_path):
-    for name in "ab":
-        save(tmp_path / name, TREE)
-    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+def test_the_command_compares_a_folder_and_a_file(tmp_path):
+    save(tmp_path / "a", TREE)
+    arrays = {"params.w": TREE["params"]["w"], "params.b": TREE["params"]["b"], "count": TREE["count"]}
+    save_file({name: np.asarray(array) for name, array in arrays.items()}, tmp_path / "b.safetensors")
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b.safetensors"), "--json"])
     assert (result.exit_code, json.loads(result.output)["equal"]) == (0, 3), result.output
