@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from crossframe.scripts import held_in
-from torch_backend.recorder._module_tree import lacks_forward
+from torch_backend.recorder._module_tree import lacks_forward, named_buffers
 
 
 class ModelsTogether(nn.Module):
@@ -53,6 +53,14 @@ def models_together(
     return ModelsTogether(_by_name([*found, *loose]))
 
 
+def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that the script holds besides the model and has not trained, such as a teacher or a loss with state, by the
+    names of variables; outermost ones, of which a wrapper may have the model inside."""
+    own, variables = [one for model in models for one in model.modules()], _variables()
+    named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
+    return dict(sorted((name, each) for name, each in named if any(named_buffers(each, without=own, params=True))))
+
+
 def _ids_of(modules: Sequence[nn.Module]) -> set[int]:
     return {id(param) for each in modules for param in each.parameters()}
 
@@ -80,13 +88,7 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
     """Modules and tensors by the variables of the script that hold them, or attributes of these. Otherwise by their classes, and
     tensors by their number; in the order of these names, since that in which modules are found is not that in which they were
     made."""
-    variables: dict[int, str] = {}
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        for name, value in frame.f_locals.items():
-            for inner, held in _held_by(name, value):
-                if isinstance(held, nn.Module | Tensor):
-                    variables[id(held)] = inner  # of the outermost frame, which is the script's
+    variables = _variables()
     found: dict[str, nn.Module | Tensor] = {}
     for i, member in enumerate(members):
         name = variables.get(id(member), type(member).__name__ if isinstance(member, nn.Module) else f"tensor_{i}")
@@ -94,6 +96,18 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
             name += "_"
         found[name] = member
     return dict(sorted(found.items()))
+
+
+def _variables() -> dict[int, str]:
+    """The variables of the script that hold modules and tensors, or attributes of these, by the ids of what they hold."""
+    variables: dict[int, str] = {}
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        for name, value in frame.f_locals.items():
+            for inner, held in _held_by(name, value):
+                if isinstance(held, nn.Module | Tensor):
+                    variables[id(held)] = inner  # of the outermost frame, which is the script's
+    return variables
 
 
 def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """The user's modules under their own names, without wrappers: FSDP, DistributedDataParallel, torch.compile, checkpointing."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,16 @@ class NamedModule:
     compiled: bool
 
 
-def named_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[NamedModule]:
+def named_modules(
+    model: nn.Module, *, every_name: bool = False, without: Iterable[nn.Module] = ()
+) -> Iterator[NamedModule]:
     """All modules by canonical name, outer ones first; a wrapper and its wrapped module share a name.
 
     Args:
         every_name: modules that are registered several times, each time.
+        without: modules that are left out with all that is inside of them.
     """
-    yield from _places(model, "", False, None if every_name else set())
+    yield from _places(model, "", False, None if every_name else set(without))
 
 
 def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] | None) -> Iterator[NamedModule]:
@@ -54,11 +57,19 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
             yield from _places(child, child_name(module, name, attribute), compiled, seen)
 
 
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All buffers by canonical name, each once, of a dtype that can be recorded: numbers, and not on the meta device."""
+def named_buffers(
+    model: nn.Module, *, without: Iterable[nn.Module] = (), params: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """All buffers by canonical name, each once, of a dtype that can be recorded: numbers, and not on the meta device.
+
+    Args:
+        without: modules that are left out with all that is inside of them.
+        params: parameters too.
+    """
     seen: set[int] = set()
-    for place in named_modules(model):
-        for attribute, value in place.module._buffers.items():
+    for place in named_modules(model, without=without):
+        own = place.module._buffers
+        for attribute, value in (place.module._parameters | own if params else own).items():
             if value is None or id(value) in seen or value.is_meta or value.is_sparse or not value.numel():
                 continue
             seen.add(id(value))

@@ -123,6 +123,8 @@ class Recorder(Listener):
             call is the root mean square of the first floating tensor that the model returns.
         in_parts: the loop calls parts of the model, as `model.encode(x)` does, or `model.forward(x)` instead of `model(x)`: all
             calls of its parts until backward are one forward. A model without a forward of its own is always called so.
+        beside: modules beside the model, such as a teacher or a loss with state, by name. Their parameters and buffers are
+            recorded as buffers.
         overwrite: replace an existing recording.
         monitor: judges the run while it is recorded (`crossframe.monitoring.Monitor`). All ranks pass an equal one.
         name: name of the model. None: that of its class.
@@ -161,6 +163,7 @@ class Recorder(Listener):
         perturbed_run: int | None = None,
         forward_only: bool = False,
         in_parts: bool = False,
+        beside: Mapping[str, nn.Module] | None = None,
         overwrite: bool = False,
         monitor: "Monitor | None" = None,
         name: str | None = None,
@@ -213,7 +216,11 @@ class Recorder(Listener):
             "perturbed_run": self._perturbed_run,
             "settings": ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
         }
-        self._forward_only, self._in_parts = forward_only, in_parts
+        self._forward_only, self._in_parts, self._beside = forward_only, in_parts, dict(beside or {})
+        if wrong := [name for name, each in self._beside.items() if not isinstance(each, nn.Module)]:
+            raise UsageError(
+                f"Recorder: beside: expected modules by name, got {wrong[0]!r}: {self._beside[wrong[0]]!r:.80}"
+            )
         if monitor is not None and forward_only and dist.is_initialized() and dist.get_world_size() > 1:
             raise UnsupportedError(
                 "Recorder: monitor with forward_only on several ranks, which may call the model at other times; use crossframe "
@@ -522,7 +529,9 @@ class Recorder(Listener):
             else:
                 kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
                 writer = kind(self._path, manifest, view.rank)
-            part.keeper = Keeper(part.model, view, writer)  # which closes the writer if the next line fails
+            part.keeper = Keeper(
+                part.model, view, writer, self._beside if part is self._parts[0] else {}
+            )  # which closes the writer if the next line fails
             writer.environment(environment_of(part.model, self._optimizers).to_bytes())
         for keeper in self._keepers:
             keeper.initial()

@@ -1,6 +1,6 @@
 """Passes a rank's pieces to the writer of a recording, as values or as sketches."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +42,10 @@ class Keeper:
         writer: this rank's.
     """
 
-    def __init__(self, model: nn.Module, view: ModelView, writer: RecordingWriter) -> None:
-        self._model, self._view, self.writer = model, view, writer
+    def __init__(
+        self, model: nn.Module, view: ModelView, writer: RecordingWriter, beside: Mapping[str, nn.Module]
+    ) -> None:
+        self._model, self._view, self.writer, self._beside = model, view, writer, beside
         self._params = {id(held.param) for held in view.held}
         self._grads: dict[str, Pieces] = {}
         self._specs = writer.manifest.params
@@ -69,13 +71,21 @@ class Keeper:
             alone: other ranks may not call it; UnsupportedError if they have parts of a buffer.
         """
         found = {}
-        for name, buffer in named_buffers(self._model):
+        for name, buffer in self._buffers():
             if alone and isinstance(buffer, DTensor):
                 raise UnsupportedError(f"the buffer {name!r} is divided over ranks")
             value = as_real(full(buffer.detach()))
             value = value if value.is_floating_point() else value.to(torch.float64)
-            found[self._view.own_name(name)] = self._kept(value.numel(), [value], 0)[0], tuple(value.shape)
+            found.setdefault(name, (self._kept(value.numel(), [value], 0)[0], tuple(value.shape)))
         self.writer.buffers(step, found, use)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the model, and all tensors of the modules beside it."""
+        for name, buffer in named_buffers(self._model):
+            yield self._view.own_name(name), buffer
+        for name, module in self._beside.items():
+            for inner, tensor in named_buffers(module, without=self._model.modules(), params=True):
+                yield f"{name}.{inner}", tensor
 
     @property
     def params(self) -> Set[int]:

@@ -36,7 +36,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
-from torch_backend.recorder._models_together import made_modules, models_together
+from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._open_step import params_of
@@ -223,6 +223,7 @@ class ScriptRecorder:
             )
         self._recorder = Recorder(
             self._directory,
+            beside=modules_beside(modules),
             model=modules[0] if len(modules) == 1 else modules,
             optimizer=mine if len(mine) == 1 or options.get("pipeline") else None,
             **self._options,

@@ -15,8 +15,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from crossframe.errors import UsageError
 from crossframe.recording import Recording, Sketch
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure.buffers import averaged_parameter
 from tests.on_torch.helpers.recorded_loops import KINDS
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.recorder import Recorder, script
@@ -221,10 +223,10 @@ if "fails" in sys.argv:
 def run(tmp_path, monkeypatch):
     """Record a script in this process: (the buffers that it saw after each step, the recording)."""
 
-    def run(name, *arguments, **options):
+    def run(name, *arguments, text=SCRIPT, **options):
         monkeypatch.setattr(sys, "argv", sys.argv)
         path, seen = tmp_path / "script.py", tmp_path / f"{name}.pt"
-        path.write_text(SCRIPT)
+        path.write_text(text)
         given: dict[str, Any] = {"directory": str(tmp_path / name), "every": 1, "dense": 1} | options
         ends = pytest.raises(ValueError, match="at its end") if "fails" in arguments else nullcontext()
         with ends:
@@ -329,3 +331,105 @@ def test_a_divided_buffer_is_recorded_in_full(ranks, tmp_path):
     ranks.run(2, train_divided, directory)
     recording = Recording.open(directory)
     assert [recording.buffer(step, 0, "scale").tolist() for step in (-1, 0)] == [[0, 1, 2, 3], [1, 2, 3, 4]]  # type: ignore[union-attr]
+
+
+BESIDE = """
+import copy, sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2).double())
+    def forward(self, student, teacher):
+        loss = (student - (teacher - self.center)).square().mean()
+        self.center.lerp_(teacher.mean(0), 0.5 if "wrong" in sys.argv else 0.1)
+        return loss
+class Trainer(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+def train(student, teacher, loss_of):
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 4, dtype=torch.float64)
+        with torch.no_grad():
+            target = teacher(x)
+        loss_of(student(x), target).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters()):
+                mine.lerp_(theirs, 0.5)
+            trainer.count += 1
+        seen.append({"loss.center": loss_of.center.clone(), "teacher.0.weight": teacher[0].weight.detach().clone(),
+                     "trainer.count": trainer.count.double()})
+student = nn.Sequential(nn.Linear(4, 2)).double()
+teacher, loss, trainer, seen = copy.deepcopy(student), Loss(), Trainer(student), []
+frozen = nn.Linear(2, 2).requires_grad_(False)
+optimizer = torch.optim.SGD(student.parameters(), 0.1)
+train(student, teacher, loss)
+torch.save(seen, sys.argv[1])
+"""
+
+
+def test_modules_that_a_script_holds_beside_the_model_are_recorded(run):
+    """A teacher, a loss with state, and what has the model inside: a teacher is an average of the parameters."""
+    seen, right = run("right", text=BESIDE)
+    constant = ["frozen.weight", "frozen.bias"]
+    assert sorted(right.initial_buffers()) == sorted([*constant, "teacher.0.bias", *seen[0]])
+    assert sorted(right.buffers(2)) == sorted(["teacher.0.bias", *seen[0]])
+    assert set(right.manifest.params) == {"0.weight", "0.bias"}
+    for step, values in enumerate(seen):
+        for name, value in values.items():
+            assert np.array_equal(right.buffer(step, 0, name), to_numpy(value)), (step, name)
+    assert averaged_parameter(right, 1, 0, "teacher.0.weight") == "0.weight"
+    _, wrong = run("wrong", "wrong", text=BESIDE)
+    found = compare(right, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.buffer) == (0, "loss.center")
+
+
+WITHIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Holder(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.register_buffer("count", torch.zeros(()))
+net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+holder = Holder(net[0])
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    net(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    holder.count += 1
+torch.save([], __import__("sys").argv[1])
+"""
+
+
+def test_parts_of_the_model_are_not_beside_it(run):
+    _, recording = run("run", text=WITHIN)
+    assert recording.initial_buffers() == ["holder.count"] and recording.num_steps == 2
+    assert recording.buffer(1, 0, "holder.count") == 2
+
+
+def test_modules_beside_the_model_are_given_by_name(tmp_path):
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "every": 1}
+    with Recorder(tmp_path / "run", beside={"average": average}, **options) as recorder:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            average.weight += 1
+        recorder.step()
+    recording = Recording.open(tmp_path / "run")
+    assert recording.initial_buffers() == ["average.weight", "average.bias"] and recording.buffers(0) == [
+        "average.weight"
+    ]
+    with pytest.raises(UsageError, match="beside: expected modules by name, got 'average': 1"):
+        Recorder(tmp_path / "other", beside={"average": 1}, **options)  # type: ignore[dict-item]
