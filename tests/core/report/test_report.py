@@ -157,6 +157,19 @@ def test_a_report_of_a_bug_says_where(tmp_path):
     assert "more than the bound of" in page  # the reason, beside the diagnosis
 
 
+def test_a_report_names_a_buffer(tmp_path):
+    def buffers(factor):
+        return lambda step, rank: {"block.mean": np.arange(1.0, 4.0) * (1 if step < 1 else factor)}
+
+    pairs = [[synthetic.record(tmp_path / name, buffers=buffers(factor)) for name, factor in (("a", 2.0), ("b", 3.0))]]
+    report, series = report_of(pairs)
+    page = write_report(tmp_path, report, series).read_text()
+    said = "at step 1 the buffer block.mean (ranks 0 and 1, largest on rank 0, elements 0:3) differs"
+    assert said in page and said in " ".join(printed(report, series).split())
+    assert '<dt>buffer</dt><dd><code><bdi dir="ltr">block.mean</bdi>' in page
+    assert "buffers, first difference" in " ".join(re.sub("<.*?>", " ", page).split())
+
+
 def test_the_page_is_whole_and_needs_no_network(tmp_path):
     report, series = report_of([pair(tmp_path, doubled)])
     text = write_report(tmp_path, report, series).read_text()
