@@ -182,6 +182,12 @@ def compare(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all files, even if checksums state that the recordings are equal.")
     ] = False,
+    bitwise: Annotated[
+        bool,
+        typer.Option(
+            "--bitwise", help="Exit with status 5 if the same program computes other bits, even by a few roundings."
+        ),
+    ] = False,
     as_json: AsJson = False,
     junit: Junit = None,
     github: Github = False,
@@ -197,13 +203,14 @@ def compare(
     Large recordings whose checksums are equal are not read, unless --verify or --output is given.
 
     Exit status: 0 equal or rounding, 1 a bug, 2 wrong use, 3 inconclusive, 4 different runs, 5 a different computation (one
-    program, equal causes, other bits).
+    program, equal causes, other bits by more than a few roundings).
     """
     from crossframe.cli.checkpoints import are_checkpoints, compare_stored
 
     with exit_on_error():
         runs = [a, b, *(others or ())]
         for_two = {"--output": output, "--repeat": repeat, "--junit": junit, "--github": github, "--verify": verify}
+        for_two |= {"--bitwise": bitwise}
         if are_checkpoints(runs):
             given = for_two | {"--steps": steps, "--map": map_file}
             raise typer.Exit(compare_stored(runs, given=given, as_json=as_json, console=console))
@@ -228,7 +235,15 @@ def compare(
         param_map = None if map_file is None else ParamMap.load(map_file)
         machine = MachineOutput(as_json, junit, github)
         raise typer.Exit(
-            answer([(first, second)], output, repeats=repeats, param_map=param_map, machine=machine, console=console)
+            answer(
+                [(first, second)],
+                output,
+                repeats=repeats,
+                param_map=param_map,
+                bitwise=bitwise or None,
+                machine=machine,
+                console=console,
+            )
         )
 
 

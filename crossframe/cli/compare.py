@@ -49,7 +49,7 @@ def answer(
     *,
     repeats: Sequence[Recording] = (),
     param_map: ParamMap | None = None,
-    bitwise: bool = True,
+    bitwise: bool | None = None,
     machine: MachineOutput = TEXT_ONLY,
     file: Path | None = None,
     console: Console,

@@ -57,7 +57,7 @@ def report_of(
     command: str | None = None,
     repeats: Sequence[Recording] = (),
     param_map: ParamMap | None = None,
-    bitwise: bool = True,
+    bitwise: bool | None = None,
 ) -> tuple[dict, tuple[PairSeries, ...]]:
     """Compare pairs of recordings.
 

@@ -29,6 +29,7 @@ from crossframe.verdict.evidence import (
     evidence_from_bits,
     evidence_from_cause,
     evidence_from_direction,
+    rounded_otherwise,
 )
 from crossframe.verdict.measure.aligned_samples import in_place
 from crossframe.verdict.measure.buffers import differing_constants
@@ -66,7 +67,7 @@ def compare(
     sketched: bool = False,
     repeats: Sequence[Recording] = (),
     param_map: ParamMap | None = None,
-    bitwise: bool = True,
+    bitwise: bool | None = None,
 ) -> PairVerdict:
     """Decide whether two recordings agree, and if not, where they first differ.
 
@@ -103,14 +104,15 @@ def compare(
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
     If both recordings are known to be of the same deterministic program, a difference within bounds is a different computation,
-    not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits.
+    not rounding (`crossframe.verdict.bits`). It is located at the first quantity that differs in bits. If that differs by a few
+    roundings, it is rounding (`crossframe.verdict.evidence`).
 
     Args:
         sketched: compare sketches of large tensors even if their elements were recorded.
         repeats: further recordings of either run, made by the same command; they reveal nondeterminism.
         param_map: the names of one recording, and as paths those of the other one; None: derived if they differ.
-        bitwise: whether a difference within bounds between two runs of the same program is a different computation. If not, it is
-            rounding, as between two programs.
+        bitwise: whether a difference within bounds between two runs of the same program is a different computation. None: if it
+            begins with more than a few roundings. False: it is rounding, as between two programs.
 
     Raises:
         MappingError: the map does not fit the recordings.
@@ -182,15 +184,18 @@ def compare(
         verdict, reason = conclude_by_bounds(pair, findings, where, narrower)
     directions = limits.directions(dtype) if limits and verdict in UNDECIDED else None
     evidence = None
-    if bitwise or verdict is Verdict.BUG:
-        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=limits is not None)
+    if bitwise is not False or verdict is Verdict.BUG:
+        strict = bitwise is True
+        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=limits is not None, strict=strict)
     evidence = evidence or evidence_from_cause(pair, findings, bits, verdict, names)
     evidence = evidence or evidence_from_direction(pair, findings, directions, limits, where, names)
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
-    elif bitwise and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
+    elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
         reason = f"{reason}; {earlier}"
+    elif bitwise is None and verdict is Verdict.ROUNDING and (other := rounded_otherwise(pair, findings, bits, names)):
+        reason = f"{reason}; {other}"
     if (found := model_ranks_differ(pair)) is not None:
         if verdict is Verdict.BUG and _before(where, found[0], b):
             reason = f"{reason}; then, {found[1]}"

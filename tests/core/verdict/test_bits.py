@@ -62,8 +62,39 @@ def test_what_exceeds_its_bound_after_equal_steps_is_a_bug(pair, factor, verdict
     assert found.first_divergence and (found.first_divergence.step, found.first_divergence.phase) == (1, "reduce")
 
 
-def test_other_bits_in_one_program_are_no_rounding(pair):
-    found = compare(*pair(nudged("output", "block")))
+@pytest.mark.parametrize("phase", ["output", "forward", "backward", "reduce", "norm", "update"])
+def test_a_few_roundings_in_one_program_are_rounding(pair, phase):
+    """As if a value were computed by another formula."""
+    name = "" if phase in ("forward", "norm") else "block" if phase == "output" else "block.w"
+
+    def change(at, step, rank, what, array):
+        noise = np.random.default_rng([step, rank]).uniform(-(2.0**-24), 2.0**-24, size=array.shape)
+        return (array * (1 + noise)).astype(array.dtype) if (at, step, what) == (phase, 0, name) else array
+
+    recordings = pair(change)
+    found = compare(*recordings)
+    assert found.verdict is Verdict.ROUNDING and found.first_divergence is None, found.reason
+    assert "both are of the same program, and bits first differ at step 0" in found.reason
+    assert "a few roundings" in found.reason and "with --bitwise" in found.reason
+    strict = compare(*recordings, bitwise=True)
+    assert strict.verdict is Verdict.DIFFERENT and strict.first_divergence is not None
+    assert "--bitwise" not in compare(*recordings, bitwise=False).reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x * (1 + 1e-6 * np.sign(np.sin(np.arange(x.size).reshape(x.shape)))), id="more"),
+        pytest.param(lambda x: x * (1 + 2.0**-22), id="a factor"),
+    ],
+)
+def test_more_than_a_few_roundings_or_a_known_fault_is_no_rounding(pair, change):
+    found = compare(*pair(synthetic.only("reduce", "embed", lambda array: change(array).astype(array.dtype))))
+    assert found.verdict is Verdict.DIFFERENT, found.reason
+
+
+def test_other_bits_in_one_program_are_no_rounding_if_bits_are_asked_for(pair):
+    found = compare(*pair(nudged("output", "block")), bitwise=True)
     assert found.first_divergence and found.first_divergence.module == "block"
     assert found.verdict is Verdict.DIFFERENT
     assert "as little as rounding" in found.reason and "--repeat" in found.reason
@@ -82,16 +113,16 @@ def test_other_bits_in_one_program_are_no_rounding(pair):
 def test_other_bits_of_a_compiled_program_may_come_from_elsewhere(pair, tmp_path):
     a, b = pair(nudged("output", "block"), first=made(compiled=True), second=made(compiled=True, source="2"))
     once = "everything before it is bitwise equal (the whole program is compiled, so the change may be elsewhere in the step)"
-    found = compare(a, b)
+    found = compare(a, b, bitwise=True)
     assert found.verdict is Verdict.DIFFERENT and f"{once}. If the run may be nondeterministic, record" in found.reason
     again = synthetic.record(tmp_path / "again", made(compiled=True))
-    found = compare(a, b, repeats=[again])
+    found = compare(a, b, repeats=[again], bitwise=True)
     assert found.verdict is Verdict.DIFFERENT and f"{once}; losses differ by" in found.reason
 
 
 def test_within_perturbed_runs_the_first_bits_are_located(pair):
     """What later steps do is within the spread of the perturbed runs, too."""
-    found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), perturbed_runs=4))
+    found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), perturbed_runs=4), bitwise=True)
     assert found.verdict is Verdict.DIFFERENT, found.reason
     assert (where := found.first_divergence) is not None
     assert (where.step, where.phase, where.parameter) == (1, "reduce", "block.w")
@@ -140,7 +171,7 @@ def test_bits_are_no_evidence_between_other_programs(pair, second, why):
 @pytest.mark.parametrize(("phase", "verdict"), [("state", Verdict.ROUNDING), ("reduce", Verdict.DIFFERENT)])
 def test_another_kernel_of_the_optimizer_rounds_its_steps_otherwise(pair, phase, verdict):
     first, second = (made(optimizer_kernel=kernel, source=kernel) for kernel in ("for-loop", "fused"))
-    found = compare(*pair(nudged(phase, "block.w"), first=first, second=second, perturbed_runs=4))
+    found = compare(*pair(nudged(phase, "block.w"), first=first, second=second, perturbed_runs=4), bitwise=True)
     assert found.verdict is verdict, found.reason
     if verdict is Verdict.ROUNDING:
         assert found.bits and "the optimizer's step is for-loop in a and fused in b" in found.bits
@@ -152,16 +183,16 @@ def test_an_accelerator_needs_deterministic_algorithms(pair, tmp_path):
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING and "may be nondeterministic" in (found.bits or "")
     same = synthetic.record(tmp_path / "again", made(**gpu))
-    assert compare(a, b, repeats=[same]).verdict is Verdict.DIFFERENT
+    assert compare(a, b, repeats=[same], bitwise=True).verdict is Verdict.DIFFERENT
 
 
 def test_a_repetition_shows_what_is_not_deterministic(pair, tmp_path):
     a, b = pair(nudged("backward", "embed"))
     noisy = synthetic.record(tmp_path / "again", made(), tamper=nudged("backward", "block.w"))
-    found = compare(a, b, repeats=[noisy])  # backward reaches the block first
+    found = compare(a, b, repeats=[noisy], bitwise=True)  # backward reaches the block first
     assert found.verdict is Verdict.ROUNDING and "not deterministic" in (found.bits or "")
     later = synthetic.record(tmp_path / "later", made(), tamper=nudged("reduce", "embed"))
-    assert compare(a, b, repeats=[later]).verdict is Verdict.DIFFERENT
+    assert compare(a, b, repeats=[later], bitwise=True).verdict is Verdict.DIFFERENT
     with pytest.raises(RecordingError, match="expected another recording of"):
         compare(a, b, repeats=[synthetic.record(tmp_path / "other", made(threads=4))])
 
