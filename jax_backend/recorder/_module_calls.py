@@ -95,7 +95,8 @@ def _report(name: str, use: str, values: Any) -> None:
     if any(tap.kind == ACTIVATION and tap.about == (name, use) for tap in collector.taps):
         return
     for leaf in jax.tree.leaves(values):
-        if id(leaf) not in collector.paths and hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # jnp.float32 has a dtype too
+        if id(leaf) not in collector.paths and is_array and jnp.issubdtype(leaf.dtype, jnp.floating):
             # Inside a scan or a checkpoint of the model it cannot leave.
             if (array := at_level(collector, leaf)) is not None:
                 collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])

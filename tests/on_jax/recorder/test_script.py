@@ -462,3 +462,39 @@ def test_a_model_that_computes_in_bfloat16_has_that_dtype(tmp_path, run):
     assert run(cast)[0] == 0
     found = Recording.open(tmp_path / "out").manifest
     assert found.dtype == "bfloat16" and {spec.dtype for spec in found.params.values()}.isdisjoint({"bfloat16"})
+
+
+OF_DTYPES = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import linen as nn
+
+class Table(nn.Module):
+    @nn.compact
+    def __call__(self, size, dtype):
+        return self.param("table", nn.initializers.ones, size, dtype)
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * Table(name="table")((3,), jnp.float32)
+
+net = Net()
+tx, x = optax.sgd(0.1), np.ones((4, 3), np.float32)
+params = net.init(jax.random.key(0), x)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(lambda params: jnp.mean(net.apply(params, x) ** 2))(params)
+    updates, opt_state = tx.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+for _ in range(2):
+    params, opt_state, loss = step(params, opt_state, x)
+"""
+
+
+def test_a_module_that_is_given_a_dtype_is_recorded(run, tmp_path):
+    """jnp.float32 has a dtype, and is no array."""
+    status, _ = run(OF_DTYPES)
+    recording = Recording.open(tmp_path / "out")
+    assert status == 0 and recording.num_steps == 2
+    assert [use for _, module, use in recording.activations(0) if not module] == ["input", "output"]
