@@ -975,3 +975,44 @@ def test_a_perturbed_run_does_not_read_what_the_run_before_left_in_the_store_of_
         with script.ScriptRecorder(tmp_path, perturbed_run=number).watching():
             store = script._rendezvous._create_c10d_store("127.0.0.1", agents.port, 1, 2, timedelta(seconds=60), True)
             assert store.check(["address of rank 0"]) is (number == 0)
+
+
+IDLE = """
+import copy
+class Player(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+    def forward(self, x):
+        return self.net(x)
+one, two, average = Player(), Player(), Player()
+torch.manual_seed(1)
+for step in range(4):
+    for mine, other in ((one, two), (two, one)):
+        mine.optimizer.zero_grad()
+        x = torch.randn(5, 4)
+        (mine(x) - other(x).detach()).square().mean().backward()
+        mine.optimizer.step()
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), one.parameters()):
+            mine.lerp_(theirs, 0.5)
+"""
+
+
+def test_an_optimizer_that_never_steps_ends_no_step(run, tmp_path):
+    """As that of a copy for evaluation, whose class makes one."""
+    assert run(IDLE, every=1, dense=2) == 0
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 4
+    assert {name.partition(".net.")[2] for name in recording.manifest.params} == {"weight", "bias"}
+    assert len(recording.manifest.params) == 6
+    assert [len(recording.backwards(step, 0)) for step in range(4)] == [2, 2, 2, 2]
+
+
+def test_an_optimizer_that_steps_later_is_awaited_from_then_on(run, tmp_path):
+    text = IDLE.replace(
+        "    with torch.no_grad():\n", "    if step == 1: average.optimizer.step()\n    with torch.no_grad():\n"
+    )
+    assert text != IDLE and run(text, every=1, dense=2) == 0
+    assert Recording.open(tmp_path / "out").num_steps == 3  # the last round has no update of it
