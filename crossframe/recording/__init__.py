@@ -11,8 +11,9 @@ from crossframe.recording.event_index import Batch
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording, common_steps
 from crossframe.recording.recorded_steps import Schedule
+from crossframe.recording.silent_writer import SilentWriter
 from crossframe.recording.sketch import WHOLE, Sketch
-from crossframe.recording.writer import RecordingWriter, SilentWriter
+from crossframe.recording.writer import RecordingWriter
 
 __all__ = [
     "WHOLE",

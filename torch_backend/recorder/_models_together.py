@@ -54,8 +54,8 @@ def models_together(
 
 
 def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that the script holds besides the model and has not trained, such as a teacher or a loss with state, by the
-    names of variables; outermost ones, of which a wrapper may have the model inside."""
+    """The modules that variables of the script hold beside the model, such as a teacher or a loss with state, by the names of the
+    variables. A module that has the model inside is one of them if it has further tensors."""
     own, variables = [one for model in models for one in model.modules()], _variables()
     named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
     return dict(sorted((name, each) for name, each in named if any(named_buffers(each, without=own, params=True))))

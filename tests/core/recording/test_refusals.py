@@ -12,8 +12,8 @@ from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording, event_format
 from crossframe.recording.dims import Order, channels_first
+from crossframe.recording.silent_writer import SilentWriter
 from crossframe.recording.sketch import sketches_of
-from crossframe.recording.writer import SilentWriter
 from tests.core.helpers import synthetic
 from tests.core.helpers.synthetic import edit_events
 
