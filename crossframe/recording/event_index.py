@@ -143,6 +143,7 @@ class RankIndex:
         rates: the learning rates of the parameter groups, by step.
         sha256: the sha256 of the tensor file, by step.
         with_buffers: the steps whose lines have all buffers that have changed.
+        changed: the first step after which each buffer has changed.
         disagreements: in the order of the lines.
     """
 
@@ -157,6 +158,7 @@ class RankIndex:
     batches: dict[int, Batch] = field(default_factory=dict)
     sha256: dict[int, str] = field(default_factory=dict)
     with_buffers: set[int] = field(default_factory=set)
+    changed: dict[str, int] = field(default_factory=dict)
     disagreements: list[UnequalRanks] = field(default_factory=list)
 
     def count(self, step: int, name: str) -> float | None:
@@ -303,6 +305,9 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
     index.sha256[step] = fields["sha256"]
     if fields.get("buffers"):
         index.with_buffers.add(step)
+    for name, use in own.buffers:
+        if use == event_format.CHANGED:
+            index.changed.setdefault(name, step)
     if rates := fields.get("rates"):
         index.rates[step] = tuple(rates)
     index.num_steps += 1

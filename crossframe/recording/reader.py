@@ -570,8 +570,9 @@ class Recording:
         lines = self._indexes[rank].lines
         if step >= 0 and (line := lines[step].buffers.get((name, event_format.CHANGED))) is not None:
             return step, line
-        if step >= 0 and step not in self._indexes[rank].with_buffers:
-            return None
+        index = self._indexes[rank]
+        if step >= 0 and (step not in index.with_buffers or index.changed.get(name, step) < step):
+            return None  # not recorded, or the model has it no longer
         line = lines[0].buffers.get((name, event_format.INITIAL))
         return None if line is None else (0, line)
 

@@ -7,7 +7,7 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Contrast, Fit, accepted, factor_between
-from crossframe.verdict.measure.buffers import buffer_value
+from crossframe.verdict.measure.buffers import buffer_value, has_before
 from crossframe.verdict.measure.metrics import distance, norm
 
 
@@ -42,7 +42,7 @@ def _before(case: Case, recording: Recording) -> np.ndarray | None:
     """The buffer before the step, in float64; None if it was not recorded."""
     q = case.quantity
     assert q.rank is not None
-    if q.step - 1 not in (-1, *recording.recorded_steps()) or not recording.has_buffer(q.step - 1, q.buffer):
+    if not has_before(recording, q.step, q.buffer):
         return None
     side = buffer_value(recording, q.step - 1, q.rank, q.buffer)
     if q.sketches is not None:

@@ -102,9 +102,18 @@ def _scale(pair: Pair, step: int, rank: int, quantity: Quantity) -> float:
     return max(quantity.norms[0], *(side.norm for side in others), 0.0)
 
 
+def has_before(recording: Recording, step: int, name: str, before: int | None = None) -> bool:
+    """Whether a buffer is known, in the shape that it has after a step, after the step before it, or another one before."""
+    before = step - 1 if before is None else before
+    if before not in (-1, *recording.recorded_steps()) or not recording.has_buffer(before, name):
+        return False
+    ranks = range(recording.manifest.world_size)
+    return all(recording.buffer_shape(before, rank, name) == recording.buffer_shape(step, rank, name) for rank in ranks)
+
+
 def averaged_parameter(recording: Recording, step: int, rank: int, name: str) -> str | None:
     """The parameter of which a buffer is a moving average: b' = b + c (p - b), from equal values. None if there is none."""
-    if step - 1 not in (-1, *recording.recorded_steps()):
+    if not all(has_before(recording, step, name, after) for after in (-1, step - 1)):
         return None
     before, after = (buffer_value(recording, each, rank, name) for each in (step - 1, step))
     start, shape = buffer_value(recording, -1, rank, name), recording.buffer_shape(step, rank, name)

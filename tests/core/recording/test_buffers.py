@@ -46,6 +46,14 @@ def test_what_returns_to_its_first_value_is_still_recorded(tmp_path):
     assert np.array_equal(recording.buffer(2, 0, "mean"), np.zeros(LARGE))
 
 
+def test_a_buffer_that_the_model_drops_is_not_its_first_value(tmp_path):
+    def dropped(step, rank):
+        return {"mean": np.full(3, float(step))} if step < 2 else {}
+
+    recording = synthetic.record(tmp_path / "run", buffers=dropped)
+    assert [recording.has_buffer(step, "mean") for step in (-1, 0, 1, 2)] == [True, True, True, False]
+
+
 @pytest.mark.parametrize("detail", ["full", "sketch"])
 def test_a_constant_takes_room_once(tmp_path, detail):
     made = synthetic.manifest(detail=detail)

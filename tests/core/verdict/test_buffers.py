@@ -144,6 +144,23 @@ def test_buffers_of_other_shapes_are_not_compared(tmp_path):
     )
 
 
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_buffers_that_appear_or_change_their_shape_later_are_compared(tmp_path, step):
+    def growing(factor):
+        def buffers(after, rank):
+            made = {"cache": np.arange(1.0, 3.0 + after) * (factor if after == step else 1.0)} if after >= 0 else {}
+            return made | ({"late": np.array([factor * after])} if after >= step else {})
+
+        return buffers
+
+    right, wrong = recorded(tmp_path, "right", growing(2.0)), recorded(tmp_path, "wrong", growing(3.0))
+    assert compare(right, recorded(tmp_path, "again", growing(2.0))).verdict is Verdict.EQUAL
+    found = compare(right, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert (found.first_divergence.step, found.first_divergence.buffer) == (step, "cache")
+    assert found.diagnosis is not None and "1.5 times the values" in found.diagnosis.evidence
+
+
 def test_buffers_of_one_recording_are_noted(tmp_path):
     found = compare(recorded(tmp_path, "a", None), recorded(tmp_path, "b", moving()))
     assert found.verdict is Verdict.EQUAL
