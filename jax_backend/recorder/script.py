@@ -281,18 +281,19 @@ class ScriptRecorder:
                 self._move(leaf, path_name(path))
             args, kwargs = self.replaced(args), self.replaced(kwargs)
         own = {id(self._now(leaf)) for _, leaf in leaves}
-        given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in own]
-        given, named = (
-            [leaf for leaf in each if may_be_batch(leaf) and not self._is_of_model(leaf)]
-            for each in (given, jax.tree.leaves(_named_in(step.fun)))
-        )
-        batch = given or named
+        before = jax.tree.leaves((args, kwargs))
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
         result, tap = step.plain(args, kwargs)
+        state = carried(args, kwargs, result, {i for i, leaf in enumerate(before) if id(leaf) in own})
+        own |= {id(before[i]) for i, _ in state.values()}
+        given, named = (
+            [leaf for leaf in each if id(leaf) not in own and may_be_batch(leaf) and not self._is_of_model(leaf)]
+            for each in (before, jax.tree.leaves(_named_in(step.fun)))
+        )
+        batch = given or named
         if self._records_state(self._steps.number):
-            before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves(result)
-            state = carried(args, kwargs, result, {i for i, leaf in enumerate(before) if id(leaf) in own})
+            after = jax.tree.leaves(result)
             self._note_state(
                 {path: Value(before[i]) for path, (i, _) in state.items()},
                 {path: Value(after[j]) for path, (_, j) in state.items()},

@@ -81,6 +81,15 @@ def test_statistics_of_a_script_are_recorded_under_torchs_names(run, tmp_path, f
             assert np.array_equal(recording.buffer(step, 0, name), stats["BatchNorm_0"][own]), (step, name)
 
 
+def test_state_is_no_part_of_a_batch(run, tmp_path):
+    """In whichever way the step is compiled."""
+    for i, form in enumerate(FORMS):
+        run(FORMS[form], str(i), every=1)
+    first, *others = (Recording.open(tmp_path / str(i)) for i in range(len(FORMS)))
+    for other in others:
+        assert [other.batch(step, 0).digest for step in range(3)] == [first.batch(step, 0).digest for step in range(3)]
+
+
 def test_another_momentum_is_located_and_diagnosed(run, tmp_path):
     """Nothing of the training reads the running statistics."""
     run(FORMS["a donated train state"], "right")
