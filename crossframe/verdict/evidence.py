@@ -95,7 +95,7 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
     alone = quantity.kind in (FORWARD, NORM)  # recorded as float64, whatever the dtype in which it was computed
     dtype = pair.dtype if alone else coarser(*quantity.dtypes)
     apart = distance(finite(quantity.a), finite(quantity.b))
-    return apart <= _FEW_ROUNDINGS * unit_roundoff(dtype) * max(quantity.norms)
+    return apart <= _FEW_ROUNDINGS * unit_roundoff(dtype) * max(quantity.scale, *quantity.norms)
 
 
 def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
@@ -115,9 +115,9 @@ def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: 
 
 _FEW_ROUNDINGS = 4
 """[Note: a few roundings] Two formulas of one value differ at least in the last rounding of each result, and mostly in that of an
-operand of each: by 4 u of the norm. Long sums differ by little more in norm, since their errors vary in sign over the elements.
-A wrong constant makes a difference of its own size. Where that is below 4 u, as of a weight decay of 1e-2 at a learning rate of
-1e-5 in float32, it is found if a hypothesis explains it."""
+operand of each: by 4 u of the norm, or of the scale of the quantity. Long sums differ by little more in norm, since their errors
+vary in sign over the elements. A wrong constant makes a difference of its own size. Where that is below 4 u, as of a weight decay
+of 1e-2 at a learning rate of 1e-5 in float32, it is found if a hypothesis explains it."""
 _LEAST_SHARE = 0.01
 
 

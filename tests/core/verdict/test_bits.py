@@ -10,6 +10,9 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.evidence import is_few_roundings
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import Quantity
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import scaled
 from tests.core.helpers.synthetic import both, jitter
@@ -200,3 +203,20 @@ def test_a_repetition_shows_what_is_not_deterministic(pair, tmp_path):
 def test_equal_bits_stay_equal(pair):
     found = compare(*pair())
     assert found.verdict is Verdict.EQUAL and found.bits is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "dtype", "apart", "expected"),
+    [
+        pytest.param("reduce", np.float32, 3 * 2.0**-24, True, id="of the scale"),
+        pytest.param("reduce", np.float32, 5 * 2.0**-24, False, id="more"),
+        pytest.param("reduce", np.float64, 5 * 2.0**-53, False, id="float64"),
+        pytest.param("forward", np.float64, 3 * 2.0**-24, True, id="a loss of a run in float32"),
+    ],
+)
+def test_a_few_roundings_are_of_the_scale_and_the_dtype(tmp_path, phase, dtype, apart, expected):
+    """Terms of a loss may cancel, and losses are recorded as float64 whatever their dtype."""
+    pair = Pair(*(synthetic.record(tmp_path / name, synthetic.manifest(dtype="float32")) for name in "ab"))
+    one = np.zeros(1, dtype)
+    found = Quantity(0, phase, "loss", "", "", None, 0, one, (one + apart).astype(dtype), 1.0, 1e-3)
+    assert is_few_roundings(pair, found) is expected
