@@ -8,7 +8,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +162,6 @@ class Watch:
         expects_forward: whether modules of the model are called, as far as hooks tell.
         is_dense: whether the step is.
         microbatches: how many forwards the step has seen.
-        called: the modules that have been called, of a model that is called in parts.
     """
 
     def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool = False, in_parts: bool = False) -> None:
@@ -197,7 +195,6 @@ class Watch:
         self._has_no_batch = False
         self.is_dense = False
         self.microbatches = 0
-        self.called = WeakSet[nn.Module]()
         # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
@@ -288,8 +285,7 @@ class Watch:
     def _around(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks that tell a module's input and output while steps are dense."""
 
-        # Without kwargs where a step has ended in a hook before this one, which has taken it away for the calls that follow.
-        def before(_: nn.Module, args: Any, kwargs: Any = None) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_dense and in_backward():
                 self._listen(module)
             elif self.is_dense and self._inside:
@@ -401,7 +397,6 @@ class Watch:
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         """A part of a model that is called in parts is called. All calls until backward are one forward of the model."""
-        self.called.add(part)
         if self._outermost is not None:
             return
         self._outermost = None if in_backward() else part

@@ -1,7 +1,7 @@
 """`Recorder`: records any training loop."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -63,7 +63,7 @@ class _Part(Sink):
         self._recorder.begins(inputs)
 
     def forward_begins(self) -> None:
-        self._recorder.forward_begins()
+        self._recorder.write_late()
 
     def batch(self, tensors: list[Tensor], mask: int | None) -> None:
         if self.watch.is_dense:
@@ -242,23 +242,12 @@ class Recorder(Listener):
         self._num_written = 0
         self._open = OpenStep()
         self._reads_buffers_late, self._is_unwritten = False, False
-        self._before_forward: Callable[[], None] | None = None
 
-    def of_script(self, before_forward: Callable[[], None]) -> None:
-        """Record a script, which does not call `step` and may change buffers after its optimizer's step: those of a step are
-        recorded when the next one begins. Where ranks write a step together, or a monitor judges it when it ends, they are
-        recorded at its end.
-
-        Args:
-            before_forward: called before each forward.
-        """
+    def read_buffers_late(self) -> None:
+        """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
+        and does not call `step`. Where ranks write a step together, or a monitor judges it when it ends, they are recorded at
+        its end."""
         self._reads_buffers_late = self._pipeline is None and self._context is None and self._monitor is None
-        self._before_forward = before_forward
-
-    @property
-    def called_params(self) -> set[int]:
-        """The ids of parameters of modules that have been called, of a model that is called in parts."""
-        return {id(param) for part in self._parts for module in part.watch.called for param in module.parameters()}
 
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
@@ -433,12 +422,6 @@ class Recorder(Listener):
         """A forward begins, with these inputs if it is the first one."""
         with quietly():
             self._begun(inputs)
-
-    def forward_begins(self) -> None:
-        """A forward begins, perhaps the first one of a step."""
-        if self._before_forward is not None:
-            self._before_forward()
-        self.write_late()
 
     def forwards(self, part: _Part, tensors: list[Tensor], mask: int | None) -> None:
         """A part is given a microbatch, and the index of the mask in it."""

@@ -77,8 +77,6 @@ class ScriptRecorder:
         # How often each parameter was updated since all were, and at most until all were.
         self._updated: Counter[int] = Counter()
         self._most_updated: Counter[int] = Counter()
-        # Optimizers of parameters that nothing has used, such as that of a copy of a generator whose class makes one.
-        self._idle: list[Optimizer] = []
         self._without_whole: set[tuple[int, int, frozenset[int]]] = set()
         self._alone: set[tuple[int, int, frozenset[int]]] = set()
         self._called = weakref.WeakSet[nn.Module]()
@@ -113,8 +111,6 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
-        if error is None:
-            self._end_without_idle()
         if self._num_steps and error is None and not self._updated <= self._most_updated:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
@@ -233,7 +229,7 @@ class ScriptRecorder:
             **self._options,
             **options,
         ).__enter__()
-        self._recorder.of_script(self._end_without_idle)
+        self._recorder.read_buffers_late()
 
     def _own(self, modules: Sequence[nn.Module]) -> tuple[set[int], list[Optimizer]]:
         """The ids of the parameters of modules, and the optimizers that have no others."""
@@ -301,38 +297,16 @@ class ScriptRecorder:
                 f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"
             )
-        self._idle = [each for each in self._idle if each is not optimizer]
-        if self._updated.keys() >= self._awaited(self._idle):
-            self._end_step()
-
-    def _awaited(self, idle: Sequence[Optimizer]) -> set[int]:
-        """The parameters whose update ends a step. Not of every optimizer: a script may go on with another one, as L-BFGS after
-        Adam."""
-        awaited = (each for each in self._optimizers if all(each is not one for one in idle))
-        return set().union(*map(_params_of, awaited))
-
-    def _end_step(self) -> None:
-        assert self._recorder is not None
-        self._most_updated |= self._updated
-        self._updated.clear()
-        self._num_steps += 1
-        losses = [loss.detach().clone() for loss in self._losses]
-        self._losses.clear()
-        self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
-        if self._num_steps == self._stop_after:
-            raise SystemExit
-
-    def _end_without_idle(self) -> None:
-        """End the first step before the next forward, or at the end of the script, if only optimizers have not stepped whose
-        modules were never called and whose parameters have no gradients."""
-        if self._recorder is None or self._num_steps or not self._updated:
-            return
-        called = self._recorder.called_params
-        idle = [each for each in self._optimizers if not _params_of(each) & (called | self._updated.keys())]
-        idle = [each for each in idle if all(param.grad is None for param in params_of(each))]
-        if idle and self._updated.keys() >= self._awaited(idle):
-            self._idle = idle
-            self._end_step()
+        # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.
+        if self._updated.keys() >= set().union(*map(_params_of, self._optimizers)):
+            self._most_updated |= self._updated
+            self._updated.clear()
+            self._num_steps += 1
+            losses = [loss.detach().clone() for loss in self._losses]
+            self._losses.clear()
+            self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
+            if self._num_steps == self._stop_after:
+                raise SystemExit
 
 
 def _modules_in_calls() -> frozenset[int]:
