@@ -32,7 +32,7 @@ from crossframe.verdict.evidence import (
     rounded_otherwise,
 )
 from crossframe.verdict.measure.aligned_samples import in_place
-from crossframe.verdict.measure.buffers import differing_constants
+from crossframe.verdict.measure.buffers import differing_at_first
 from crossframe.verdict.measure.causal_order import walk
 from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
@@ -379,9 +379,9 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
         others = len(pair.unlike_buffers) - 1
         more = f" and {others} more buffer{'s' * (others > 1)}" if others else ""
         yield f"{name!r}{more}, which {'are' if others else 'is'} no parameter, {'are' if others else 'is'} not compared: {why}"
-    if constants := differing_constants(pair):
-        more = f", and so do {len(constants) - 1} more buffers" if len(constants) > 1 else ""
-        yield f"the buffer {constants[0]!r}, which no step changes, has different values{more}"
+    if apart := differing_at_first(pair):
+        more = f" and {len(apart) - 1} more buffers have" if len(apart) > 1 else " has"
+        yield f"the buffer {apart[0]!r}{more} different values before the first step"
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

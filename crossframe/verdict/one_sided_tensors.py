@@ -35,6 +35,15 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
     known = [bool(has or side.initial_buffers()) for has, side in zip(have, (pair.a, pair.b), strict=True)]
     if any(have) and not all(known):
         yield f"buffers, which {names[known.index(True)]} alone recorded, are not compared"
+    for i, (mine, theirs) in enumerate(((pair.a, pair.b), (pair.b, pair.a))):
+        alone = [
+            name
+            for name in dict.fromkeys(name for step in pair.steps[:_STEPS] for name in mine.buffers(step))
+            if not any(theirs.has_buffer(step, name) for step in (-1, *pair.steps[:_STEPS]))
+        ]
+        if alone and all(known):
+            more = f" and {len(alone) - 1} more buffers" if len(alone) > 1 else ""
+            yield f"the buffer {alone[0]!r}{more}, which {names[i]} alone recorded, {'are' if more else 'is'} not compared"
     yield from _updates(pair, names)
 
 

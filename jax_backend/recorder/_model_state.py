@@ -1,6 +1,7 @@
 """State of a model that is no parameter, such as flax's `batch_stats`, as the buffers of a recording."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -31,17 +32,26 @@ def state_by_rank(state: Any, grid: Grid, params: Iterable[str], *, by_rank: boo
     Raises:
         UsageError: a leaf without that dim.
     """
-    names, found = tuple(params), {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        if not is_recorded(leaf):
-            continue
+    leaves = {
+        path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0] if is_recorded(leaf)
+    }
+    found = {}
+    for path, name in canonical_names(leaves, tuple(params)).items():
+        leaf = leaves[path]
         if by_rank and np.shape(leaf)[:1] != (grid.spec.world_size,):
             raise UsageError(
-                f"model_state: {path_name(path)}: expected a leading dim of {grid.spec.world_size} ranks, as ShardedParams have "
+                f"model_state: {path}: expected a leading dim of {grid.spec.world_size} ranks, as ShardedParams have "
                 f"state, got shape {np.shape(leaf)}; make it with jax_backend.per_rank"
             )
-        found[canonical_name(path_name(path), names)] = of_ranks(leaf, grid, by_rank=by_rank)
+        found[name] = of_ranks(leaf, grid, by_rank=by_rank)
     return found
+
+
+def canonical_names(paths: Iterable[str], params: Sequence[str]) -> dict[str, str]:
+    """The names of buffers by their paths (`canonical_name`). Paths that would share a name keep their own."""
+    names = {path: canonical_name(path, params) for path in paths}
+    shared = Counter(names.values())
+    return {path: name if shared[name] == 1 else path for path, name in names.items()}
 
 
 def of_ranks(leaf: Any, grid: Grid, *, by_rank: bool) -> Mapping[int, np.ndarray]:

@@ -23,7 +23,7 @@ from crossframe.errors import UsageError
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
 from jax_backend.recorder._device_ranks import Grid
-from jax_backend.recorder._model_state import ByRank, canonical_name, of_ranks
+from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
@@ -438,9 +438,9 @@ class Steps:
 
         def by_rank(state: Mapping[str, Value]) -> ByRank:
             return {
-                canonical_name(path, names): of_ranks(value.array, grid, by_rank=value.by_rank)
-                for path, value in state.items()
-                if not is_gone(value.array)
+                name: of_ranks(state[path].array, grid, by_rank=state[path].by_rank)
+                for path, name in canonical_names(state, names).items()
+                if not is_gone(state[path].array)
             }
 
         after = by_rank(step.model_state)

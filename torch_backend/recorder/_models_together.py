@@ -3,13 +3,16 @@ discriminator, the two generators of a cycle, or tensors that no module has: a t
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
 
 from crossframe.scripts import held_in
-from torch_backend.recorder._module_tree import lacks_forward, named_buffers
+from torch_backend.recorder._module_tree import LARGEST_IN_FULL, lacks_forward, named_buffers
+
+_MOST_BESIDE = 4
+"""Of modules beside the model, the largest multiple of its elements that is recorded."""
 
 
 class ModelsTogether(nn.Module):
@@ -55,10 +58,17 @@ def models_together(
 
 def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The modules that variables of the script hold beside the model, such as a teacher or a loss with state, by the names of the
-    variables. A module that has the model inside is one of them if it has further tensors."""
+    variables. A module that has the model inside is one of them if it has further tensors. Left out is what is much larger than
+    the model, such as a frozen backbone."""
     own, variables = [one for model in models for one in model.modules()], _variables()
+    most = _MOST_BESIDE * sum(param.numel() for model in models for param in model.parameters())
     named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
-    return dict(sorted((name, each) for name, each in named if any(named_buffers(each, without=own, params=True))))
+    sizes = ((name, each, _numel(named_buffers(each, without=own, params=True))) for name, each in named)
+    return dict(sorted((name, each) for name, each, numel in sizes if 0 < numel <= max(most, LARGEST_IN_FULL)))
+
+
+def _numel(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    return sum(tensor.numel() for _, tensor in tensors)
 
 
 def _ids_of(modules: Sequence[nn.Module]) -> set[int]:

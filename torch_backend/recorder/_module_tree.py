@@ -7,17 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from crossframe.dtypes import FLOATING
 from crossframe.errors import UsageError
 from crossframe.state import COMPILED, WRAPPERS, canonical_name
-from torch_backend.compat._dtypes import dtype_name
 from torch_backend.compat._torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
 _FABRIC = "_FabricModule"
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+LARGEST_IN_FULL = 1 << 20
+"""The number of elements up to which a buffer is recorded in full, and one of integers at all."""
+_NUMBERS = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,22 @@ def named_buffers(
     for place in named_modules(model, without=without):
         own = place.module._buffers
         for attribute, value in (place.module._parameters | own if params else own).items():
-            if value is None or id(value) in seen or value.is_meta or value.is_sparse or not value.numel():
+            if value is None or id(value) in seen or not _has_values(value):
                 continue
             seen.add(id(value))
-            if value.dtype.is_complex or value.dtype in _INTEGERS or dtype_name(value.dtype) in FLOATING:
+            is_small = value.is_floating_point() or value.numel() <= LARGEST_IN_FULL  # integers become float64
+            if (value.dtype.is_complex or value.dtype in _NUMBERS) and is_small:
                 yield (f"{place.name}.{attribute}" if place.name else attribute), value
+
+
+def _has_values(value: Tensor) -> bool:
+    """Whether a tensor is dense, in memory, and of a class whose values can be read: not lazy, sparse, nested or quantised."""
+    if is_lazy(value) or value.is_meta or value.layout is not torch.strided:
+        return False
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer) and not isinstance(value, DTensor):
+        return False
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return value.numel() > 0 and (not local.numel() or local.untyped_storage().nbytes() > 0)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -245,8 +245,8 @@ class Recorder(Listener):
 
     def read_buffers_late(self) -> None:
         """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
-        and does not call `step`. Where ranks write a step together, or a monitor judges it when it ends, they are recorded at
-        its end."""
+        and does not call `step`, and those of the last step not at all. Where ranks write a step together, or a monitor judges
+        it when it ends, they are recorded at its end."""
         self._reads_buffers_late = self._pipeline is None and self._context is None and self._monitor is None
 
     def __enter__(self) -> Self:
@@ -276,14 +276,14 @@ class Recorder(Listener):
                 enabled = "" if self._forward_only else " with gradients enabled"
                 raise RecordingError(f"Recorder: no step was recorded: the model never ran in here{enabled}")
             return
+        self._is_unwritten = False  # what has changed since the last step may belong to what follows the training
         if kind is None:
-            self.write_late()
             self._write_waiting()
             for keeper in self._keepers:  # a forward after the last step, or an update of some parameters alone
                 keeper.writer.leave_step()
-        elif self._is_unwritten:
+        elif self._reads_buffers_late:
             with suppress(Exception):  # of the script, which is raised
-                self.write_late(alone=True)
+                self._write_waiting()
         for keeper in self._keepers:
             keeper.writer.__exit__(kind, error, trace)
         if self._monitor is not None:  # of the other ranks, as far as they have come
@@ -403,17 +403,13 @@ class Recorder(Listener):
             part.watch.expects_forward = False
         self.begins([])
 
-    def write_late(self, *, alone: bool = False) -> None:
-        """Write the step that has ended, with the buffers as they are now, if that was put off.
-
-        Args:
-            alone: other ranks may not call it.
-        """
+    def write_late(self) -> None:
+        """Write the step that has ended, with the buffers as they are now, if that was put off."""
         if self._is_unwritten:
             self._is_unwritten = False
             with quietly():
                 for keeper in self._keepers:
-                    keeper.buffers(self.current_step - 1, alone=alone)
+                    keeper.buffers(self.current_step - 1)
                 self._write_waiting()
 
     # Called by hooks

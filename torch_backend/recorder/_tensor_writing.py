@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from crossframe.errors import UnsupportedError
 from crossframe.recording import WHOLE, RecordingWriter, Sketch
 from crossframe.recording.event_format import (
     CHANGED,
@@ -27,7 +25,7 @@ from torch_backend.compat._dtypes import as_real, to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
-from torch_backend.recorder._module_tree import named_buffers
+from torch_backend.recorder._module_tree import LARGEST_IN_FULL, named_buffers
 from torch_backend.recorder._partition import Pieces as PiecesOfRanks
 from torch_backend.recorder._partition import in_forward
 from torch_backend.recorder._sketch import sample_of, sketches_of
@@ -64,19 +62,16 @@ class Keeper:
         for unit, held in self._by_unit():
             self.writer.parameters(0, unit, self._pieces(0, PARAMETERS, ((each, each.param) for each in held)))
 
-    def buffers(self, step: int, use: str = CHANGED, *, alone: bool = False) -> None:
-        """Record buffers after a step, or before the first one. Integers are recorded as float64.
-
-        Args:
-            alone: other ranks may not call it; UnsupportedError if they have parts of a buffer.
-        """
+    def buffers(self, step: int, use: str = CHANGED) -> None:
+        """Record buffers after a step, or before the first one. Integers are recorded as float64, and what is large as a
+        sketch."""
         found = {}
         for name, buffer in self._buffers():
-            if alone and isinstance(buffer, DTensor):
-                raise UnsupportedError(f"the buffer {name!r} is divided over ranks")
             value = as_real(full(buffer.detach()))
             value = value if value.is_floating_point() else value.to(torch.float64)
-            found.setdefault(name, (self._kept(value.numel(), [value], 0)[0], tuple(value.shape)))
+            is_large = value.numel() > LARGEST_IN_FULL
+            kept = sketches_of([value])[0] if is_large else self._kept(value.numel(), [value], 0)[0]
+            found.setdefault(name, (kept, tuple(value.shape)))
         self.writer.buffers(step, found, use)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,11 @@ def factor_of_change(case: Case) -> Iterator[Fit]:
     if case.swapped:
         return
     a, b = case.names
-    texts = {f"the step changes the buffer {{:.6g}} times as much in {b} as in {a}": _before(case, case.right)}
+    start, other = (_before(case, run) for run in (case.right, case.wrong))
+    start = start if start is not None and other is not None and distance(start, other) == 0.0 else None
+    texts: dict[str, np.ndarray | None] = {
+        f"the step changes the buffer {{:.6g}} times as much in {b} as in {a}": start
+    }
     texts[f"{b} has {{:.6g}} times the values of {a}"] = np.zeros(case.both.right.shape)
     for text, start in texts.items():
         if start is None:

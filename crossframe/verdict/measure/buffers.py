@@ -133,11 +133,10 @@ def averaged_parameter(recording: Recording, step: int, rank: int, name: str) ->
     return None
 
 
-def differing_constants(pair: Pair) -> list[str]:
-    """The buffers that both have from the first step on and no step changes, whose values differ by more than rounding."""
-    changed = {name for step in pair.steps for recording in (pair.a, pair.b) for name in recording.buffers(step)}
+def differing_at_first(pair: Pair) -> list[str]:
+    """The buffers of both recordings whose values before the first step differ by more than rounding."""
     theirs, found = set(pair.b.initial_buffers()), []
-    for name in (name for name in pair.a.initial_buffers() if name in theirs and name not in changed):
+    for name in (name for name in pair.a.initial_buffers() if name in theirs):
         if pair.a.buffer_shape(-1, 0, name) != pair.b.buffer_shape(-1, 0, name):
             continue
         sides = (buffer_value(recording, -1, 0, name) for recording in (pair.a, pair.b))

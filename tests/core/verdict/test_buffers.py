@@ -169,6 +169,26 @@ def test_buffers_of_one_recording_are_noted(tmp_path):
     assert not same.notes
 
 
+def test_a_buffer_that_one_recording_lacks_is_noted(tmp_path):
+    def more(step, rank):
+        return moving()(step, rank) | {"teacher.w": np.full(2, float(step))}
+
+    found = compare(recorded(tmp_path, "a", moving()), recorded(tmp_path, "b", more))
+    assert found.verdict is Verdict.EQUAL
+    assert found.notes == ("the buffer 'teacher.w', which b alone recorded, is not compared",)
+
+
+def test_other_values_before_the_first_step_are_noted_and_no_factor(tmp_path):
+    def counting(start):
+        return lambda step, rank: {"count": np.array([start + step + 1.0])}
+
+    found = compare(recorded(tmp_path, "a", counting(1.0)), recorded(tmp_path, "b", counting(2.0)))
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert found.first_divergence.step == 0
+    assert "the buffer 'count' has different values before the first step" in found.notes
+    assert found.diagnosis is None or "changes the buffer" not in found.diagnosis.evidence
+
+
 def test_constants_that_differ_are_noted_alone(tmp_path):
     def constant(values):
         return lambda step, rank: {"block.mask": np.array(values), "block.same": np.array([1.0, -np.inf])}
@@ -177,7 +197,7 @@ def test_constants_that_differ_are_noted_alone(tmp_path):
         recorded(tmp_path, "a", constant([1.0, -np.inf])), recorded(tmp_path, "b", constant([2.0, -np.inf]))
     )
     assert found.verdict is Verdict.EQUAL
-    assert found.notes == ("the buffer 'block.mask', which no step changes, has different values",)
+    assert found.notes == ("the buffer 'block.mask' has different values before the first step",)
     rounding = compare(
         recorded(tmp_path, "c", constant([1.0, 3.0])), recorded(tmp_path, "d", constant([1.0 + 1e-15, 3.0]))
     )

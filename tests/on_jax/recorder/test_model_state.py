@@ -10,7 +10,7 @@ from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from jax_backend import LossOutput, Recorder, make_mesh, per_rank, shard, value_and_grad
-from jax_backend.recorder._model_state import canonical_name, carried
+from jax_backend.recorder._model_state import canonical_name, canonical_names, carried
 
 NET = """
 import os
@@ -208,6 +208,15 @@ def test_names_are_those_of_the_modules_of_parameters():
     assert canonical_name("0.state.layers.0.norm.mean", params) == "layers.0.norm.running_mean"
     assert canonical_name("batch_stats.norm.mean", params) == "batch_stats.norm.mean"  # of either
     assert canonical_name("ema.layers.0.norm.scale", params) == "ema.layers.0.norm.scale"
+
+
+def test_paths_that_would_share_a_name_keep_their_own():
+    paths = ["batch_stats.norm.mean", "ema_stats.norm.mean", "batch_stats.norm.var"]
+    assert canonical_names(paths, ["norm.scale"]) == {
+        "batch_stats.norm.mean": "batch_stats.norm.mean",
+        "ema_stats.norm.mean": "ema_stats.norm.mean",
+        "batch_stats.norm.var": "norm.running_var",
+    }
 
 
 def test_state_is_what_a_function_gets_and_returns_under_one_path():
