@@ -194,7 +194,7 @@ def compare(
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
     elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
         reason = f"{reason}; {earlier}"
-    elif bitwise is None and verdict is Verdict.ROUNDING and (other := rounded_otherwise(pair, findings, bits, names)):
+    if bitwise is None and verdict is Verdict.ROUNDING and (other := rounded_otherwise(pair, findings, bits, names)):
         reason = f"{reason}; {other}"
     if (found := model_ranks_differ(pair)) is not None:
         if verdict is Verdict.BUG and _before(where, found[0], b):

@@ -73,7 +73,7 @@ def margin(num_runs: int) -> float:
     """The factor by which another recording's distance may exceed that of the most eccentric perturbed run.
 
     >>> [round(margin(k), 1) for k in (2, 3, 4, 8)]
-    [57.7, 13.6, 6.7, 2.4]
+    [60.6, 14.0, 6.8, 2.4]
     """
     return ((num_runs + 1) * SHARE) ** (-1 / num_runs)
 
