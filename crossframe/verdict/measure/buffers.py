@@ -128,7 +128,7 @@ def averaged_parameter(recording: Recording, step: int, rank: int, name: str) ->
         x, y = value - old, new - old
         # A few roundings of the values.
         error = 4 * unit_roundoff(spec.dtype) * (norm(old) + norm(value))
-        if norm(y) > error and distance(y, float((x * y).sum() / (x * x).sum()) * x) <= error:
+        if norm(x) and norm(y) > error and distance(y, float((x * y).sum() / (x * x).sum()) * x) <= error:
             return param
     return None
 

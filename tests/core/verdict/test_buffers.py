@@ -234,6 +234,17 @@ def test_an_average_of_a_parameter_is_known_by_its_values(tmp_path):
     assert averaged_parameter(recorded(tmp_path, "moving", moving()), 0, 0, "block.mean") is None
 
 
+def test_a_parameter_that_has_not_moved_has_no_average(tmp_path):
+    """As the bias of a batch norm beside its mean, in a first step with a learning rate of zero."""
+    initial = synthetic.initial("bias", "float64")
+
+    def still(phase, step, rank, name, array):
+        return initial if (phase, name) == ("update", "bias") else array
+
+    run = synthetic.record(tmp_path / "run", buffers=lambda step, _: {"mean": initial + (step + 1.0)}, tamper=still)
+    assert averaged_parameter(run, 0, 0, "mean") is None
+
+
 def test_an_average_is_judged_as_its_parameter(tmp_path):
     """One whose gradient is zero up to rounding may have any value."""
     right, other = (average(tmp_path, f"bias {seed}", "block.k_bias", seed=seed) for seed in (0, 1))
