@@ -142,8 +142,12 @@ class Rearrangement:
 
     @property
     def is_identity(self) -> bool:
-        """Whether it changes nothing."""
-        return self.axes == tuple(range(len(self.left)))
+        """Whether it changes nothing, neither the order of elements nor the shape.
+
+        >>> Rearrangement("a 1 b -> a 1 b").is_identity, Rearrangement("a b -> a 1 b").is_identity
+        (True, False)
+        """
+        return self.is_reshape and self.left == self.right
 
     @property
     def is_reshape(self) -> bool:

@@ -9,14 +9,16 @@ joined or split, and features permuted as the weights are. Their order is that u
 the weights, or of other activations of the same shapes.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from crossframe.alignment.elementwise import activation_between
+from crossframe.alignment.module_names import is_in, kind_of, module_of
 from crossframe.alignment.portions import features_text
 from crossframe.alignment.solve import rearrangements
 from crossframe.dtypes import coarser, unit_roundoff
@@ -72,8 +74,8 @@ class _Sums:
     @classmethod
     def of(cls, array: np.ndarray) -> "_Sums":
         some = array.reshape(-1)[:: max(1, array.size // _SAMPLED)]
-        norm = float(np.linalg.norm(array))
-        return cls(array.size, norm, float(array.sum()), norm > 0 and len(np.unique(some)) >= _LEAST_VALUES)
+        tells = len(np.unique(some)) >= _LEAST_VALUES
+        return cls(array.size, float(np.linalg.norm(array)), float(array.sum()), tells)
 
 
 class _Side:
@@ -83,7 +85,7 @@ class _Side:
         self._recording, self._step = recording, step
         self.order: list[Of] = [(module, use) for at, module, use in recording.activations(step) if at == 0]
         self.modules = list(dict.fromkeys(module for module, _ in self.order))
-        self._known: dict[Of, _Sums | None] = {}
+        self.sums = functools.cache(self._sums)
 
     def shape(self, of: Of) -> tuple[int, ...]:
         return self._recording.activation_shape(self._step, 0, 0, *of)
@@ -101,24 +103,23 @@ class _Side:
         if self.sketch(of) is not None:
             return None
         array = self._recording.activation(self._step, 0, 0, *of).astype(np.float64)
-        return array if array.size and np.isfinite(array).all() else None
+        return array if np.isfinite(array).all() else None
 
     def sketch(self, of: Of) -> Sketch | None:
         """The sketch of an activation; None if it has elements."""
         return self._recording.activation_sketch(self._step, 0, 0, *of)
 
-    def sums(self, of: Of) -> _Sums | None:
-        """The sums of an activation, which are kept; None if it has no values."""
-        if of not in self._known:
-            array = self.array(of)
-            self._known[of] = None if array is None else _Sums.of(array)
-        return self._known[of]
+    def _sums(self, of: Of) -> _Sums | None:
+        """The sums of an activation; None if it has no values."""
+        array = self.array(of)
+        return None if array is None else _Sums.of(array)
 
 
 class _Matcher:
     def __init__(self, first: _Side, second: _Side, param_map: ParamMap, near: float) -> None:
         self._first, self._second, self._map, self._near = first, second, param_map, near
         self._pairs: dict[str, str] = {}
+        self._agreed = functools.cache(self._nearest)
 
     def match(self) -> Activations:
         self._by_parameters()
@@ -142,20 +143,28 @@ class _Matcher:
         ours: dict[frozenset[str], list[str]] = {}
         theirs: dict[frozenset[str], list[str]] = {}
         for module in self._first.modules:
-            ours.setdefault(self._paths_in(module), []).append(module)
+            ours.setdefault(self._own_paths(module), []).append(module)
         for module in self._second.modules:
-            theirs.setdefault(frozenset(path for path in self._map.by_path if _is_in(path, module)), []).append(module)
+            theirs.setdefault(self._paths_of_other(module), []).append(module)
         for paths, modules in ours.items():
-            others = theirs.get(paths, ()) if paths else ()
-            self._pairs |= self._in_order(modules, others) if len(modules) * len(others) > 1 else {}
-            rest = [module for module in others if module not in self._pairs.values()]
-            self._pairs |= zip((module for module in modules if module not in self._pairs), rest, strict=False)
+            others = theirs.get(paths, []) if paths else []
+            found = self._in_order(modules, others)
+            left = [module for module in modules if module not in found]
+            free = [other for other in others if other not in found.values()]
+            self._pairs |= found | dict(zip(left, free, strict=False))
 
-    def _paths_in(self, module: str) -> frozenset[str]:
+    def _paths(self, module: str) -> frozenset[str]:
+        """The paths of the parameters that a module of the first recording encloses."""
+        return frozenset(path for entry in self._map.entries if is_in(entry.name, module) for path in entry.paths)
+
+    def _paths_of_other(self, module: str) -> frozenset[str]:
+        """The paths of the parameters that a module of the second recording encloses."""
+        return frozenset(path for path in self._map.by_path if is_in(path, module))
+
+    def _own_paths(self, module: str) -> frozenset[str]:
         """The paths of the parameters that a module encloses; none if one of them is also part of a parameter outside."""
-        inside = [entry for entry in self._map.entries if _is_in(entry.name, module)]
-        paths = frozenset(path for entry in inside for path in entry.paths)
-        outside = (path for entry in self._map.entries if not _is_in(entry.name, module) for path in entry.paths)
+        outside = (path for entry in self._map.entries if not is_in(entry.name, module) for path in entry.paths)
+        paths = self._paths(module)
         return frozenset() if paths.intersection(outside) else paths
 
     def _by_values(self) -> None:
@@ -170,35 +179,33 @@ class _Matcher:
         """3 if the inputs and outputs of two modules agree, 1 if one of them does and the other one may be faulty, else 0."""
         if not self._alike(module, other):
             return 0
-        agree = sum(self._agree((module, use), (other, use)) for use in (INPUT, OUTPUT))
-        return (0, int(self._may_enclose_same(module, other)), 3)[agree]
+        agree = sum(self._agree((module, use), (other, use)) for use in self._common_uses(module, other))
+        return (0, int(self._enclose_same(module, other)), 3)[agree]
 
-    def _may_enclose_same(self, module: str, other: str) -> bool:
+    def _enclose_same(self, module: str, other: str) -> bool:
         """Whether two modules enclose the same parameters, or portions of them."""
-        ours = {path for entry in self._map.entries if _is_in(entry.name, module) for path in entry.paths}
-        theirs = {path for path in self._map.by_path if _is_in(path, other)}
-        # A projection of queries is not the attention that encloses it with another projection.
-        is_portion = bool(theirs) and theirs < ours and not self._paths_in(module)
-        return ours == theirs or is_portion
+        return self._paths(module) == self._paths_of_other(other)
+
+    def _common_uses(self, module: str, other: str) -> list[str]:
+        """Which of the inputs and the outputs of two modules both recordings have."""
+        return [
+            use for use in (INPUT, OUTPUT) if (module, use) in self._first.order and (other, use) in self._second.order
+        ]
 
     def _alike(self, module: str, other: str) -> bool:
         """Whether the inputs and outputs of two modules have equally many elements."""
         return all(
             np.prod(self._first.shape((module, use))) == np.prod(self._second.shape((other, use)))
-            for use in (INPUT, OUTPUT)
-            if (module, use) in self._first.order and (other, use) in self._second.order
+            for use in self._common_uses(module, other)
         )
 
     def _agree(self, ours: Of, theirs: Of) -> bool:
-        if ours not in self._first.order or theirs not in self._second.order:
-            return False
         a, b = self._first.sums(ours), self._second.sums(theirs)
-        if a is None:
-            return self._nearest(ours, theirs) is not None
-        if b is None or a.numel != b.numel or not (a.tells and b.tells):
-            return False
-        apart = abs(a.norm - b.norm), abs(a.total - b.total) / a.numel**0.5
-        return max(apart) <= self._near * a.norm and self._nearest(ours, theirs) is not None
+        if a is not None and b is not None:  # for most pairs the sums say that they do not agree, in any order
+            most = self._near * a.norm
+            if abs(a.norm - b.norm) > most or abs(a.total - b.total) > most * a.numel**0.5:
+                return False
+        return self._agreed(ours, theirs) is not None
 
     def _by_names(self) -> None:
         """Match modules with equal names."""
@@ -208,39 +215,31 @@ class _Matcher:
     def _by_other_layers(self) -> None:
         """Match modules as in other layers: by the same names below two matched modules."""
         below: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        for module, other in self._pairs.items():
-            for outer, inner in self._enclosing_pairs(module, other):
-                below.setdefault((module[len(outer) :], _kind(outer)), []).append((other[len(inner) :], _kind(inner)))
+        for (module, other), (outer, inner) in itertools.product(self._pairs.items(), repeat=2):
+            if is_in(module, outer) and is_in(other, inner):
+                below.setdefault((module[len(outer) :], kind_of(outer)), []).append(
+                    (other[len(inner) :], kind_of(inner))
+                )
         modules, others = self._open()
         for module in modules:
             for outer, inner in list(self._pairs.items()):  # it grows
-                if not outer or not _is_in(module, outer):
-                    continue
-                for rest, kind in below.get((module[len(outer) :], _kind(outer)), ()):
-                    other = inner + rest
-                    if kind == _kind(inner) and other in others and self._alike(module, other):
-                        self._pairs.setdefault(module, other)
-
-    def _enclosing_pairs(self, module: str, other: str) -> list[tuple[str, str]]:
-        return [
-            (outer, inner)
-            for outer, inner in self._pairs.items()
-            if outer and inner and outer != module and _is_in(module, outer) and _is_in(other, inner)
-        ]
+                if is_in(module, outer):
+                    for rest, kind in below.get((module[len(outer) :], kind_of(outer)), ()):
+                        other = inner + rest
+                        if kind == kind_of(inner) and other in others and self._alike(module, other):
+                            self._pairs.setdefault(module, other)
 
     def _by_place(self) -> None:
         """Match modules that are alone between two matched modules in both recordings, or equally many."""
-        modules, others = self._open()
-        back = {other: module for module, other in self._pairs.items()}
-        ours = _gaps(self._first.modules, {module: module for module in self._pairs}, modules)
-        theirs = _gaps(self._second.modules, back, others)
+        ours = _gaps(self._first.modules, {module: module for module in self._pairs})
+        theirs = _gaps(self._second.modules, {other: module for module, other in self._pairs.items()})
         for place, inside in ours.items():
             there = theirs.get(place, [])
             if any(place) and len(inside) == len(there) and all(map(self._could_be_one, inside, there)):
                 self._pairs |= zip(inside, there, strict=True)
 
     def _could_be_one(self, module: str, other: str) -> bool:
-        return self._alike(module, other) and self._may_enclose_same(module, other)
+        return self._alike(module, other) and self._enclose_same(module, other)
 
     # Activations
 
@@ -248,33 +247,28 @@ class _Matcher:
         pairs = [
             ((module, use), (other, use))
             for module, other in self._pairs.items()
-            for use in (INPUT, OUTPUT)
-            if (module, use) in self._first.order and (other, use) in self._second.order
+            for use in self._common_uses(module, other)
         ]
-        forms = {pair: self._nearest(*pair) for pair in pairs}
         forms = {
-            pair: form for pair, form in forms.items() if form is not None or not self._is_across_activation(*pair)
+            pair: self._agreed(*pair)
+            for pair in pairs
+            if self._agreed(*pair) is not None or not self._is_across_activation(*pair)
         }
         others = self._others({ours for ours, _ in forms}, {theirs for _, theirs in forms})
-        forms |= {pair: self._nearest(*pair) for pair in others}
-        known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Rearrangement]] = {}
-        known_by_kind: dict[tuple[object, ...], list[Rearrangement]] = {}
+        forms |= {pair: self._agreed(*pair) for pair in others}
+        known: dict[tuple[object, ...], list[Rearrangement]] = {}
         for (ours, theirs), form in forms.items():
             if form is not None:
                 shapes = self._first.shape(ours), self._second.shape(theirs)
-                known.setdefault(shapes, []).append(form)
-                known_by_kind.setdefault((*shapes, _kind(ours[0]), ours[1]), []).append(form)
+                for key in (shapes, (*shapes, kind_of(ours[0]), ours[1])):
+                    known.setdefault(key, []).append(form)
         found = {}
         for (ours, theirs), form in forms.items():
-            shapes = self._first.shape(ours), self._second.shape(theirs)
-            if form is None and np.prod(shapes[0]) == np.prod(shapes[1]):
-                of_kind = known_by_kind.get((*shapes, _kind(ours[0]), ours[1]), [])
-                form = self._likeliest(ours, theirs, of_kind or known.get(shapes, []), agreed=bool(of_kind))
-                if form is not None and self._is_without_effect(ours, theirs, form, forms):
+            if form is None:
+                form = self._likeliest(ours, theirs, known)
+                if form is None or self._is_without_effect(ours, theirs, form, forms):
                     continue
-            if form is None:  # another number of elements, or no rearrangement
-                continue
-            found[ours] = (theirs, None if shapes[0] == shapes[1] and form.is_identity else form)
+            found[ours] = (theirs, None if form.is_identity else form)
         return found
 
     def _others(self, ours: Collection[Of], theirs: Collection[Of]) -> list[tuple[Of, Of]]:
@@ -288,20 +282,18 @@ class _Matcher:
             found += _common_subsequence(one, other, lambda x, y: int(self._agree(x, y)))
         return found
 
-    def _nearest(self, ours: Of, theirs: Of) -> Rearrangement | None:
-        """The rearrangement under which the values agree; None if there is none."""
-        sums = self._first.sums(ours)
+    def _nearest(self, ours: Of, theirs: Of, near: float | None = None) -> Rearrangement | None:
+        """The rearrangement under which the values agree; None if there is none.
+
+        Args:
+            near: the largest relative distance; None: `near` of the matcher.
+        """
+        near, sums = self._near if near is None else near, self._first.sums(ours)
         if sums is not None and not sums.tells:
             return None
         shapes = self._first.shape(ours), self._second.shape(theirs)
         forms = itertools.chain(_forms(*shapes), self._forms_of_weights(ours, theirs))
-        if sums is None:
-            distances = ((form, self._apart(ours, theirs, form)) for form in forms)
-            return next((form for form, apart in distances if apart is not None and apart <= self._near), None)
-        a, b = self._first.array(ours), self._second.array(theirs)
-        if a is None or b is None or a.size != b.size:
-            return None
-        return next((form for form in forms if np.linalg.norm(a - form(b)) <= self._near * sums.norm), None)
+        return next((form for form, apart in self._apart(ours, theirs, forms) if apart <= near), None)
 
     def _forms_of_weights(self, ours: Of, theirs: Of) -> list[Rearrangement]:
         """The rearrangements of features that the weights of two modules have: those with other orders of heads have other orders
@@ -309,11 +301,8 @@ class _Matcher:
         shape, other = self._first.shape(ours), self._second.shape(theirs)
         found: dict[str, Rearrangement] = {}
         for entry in self._map.entries:
-            is_own = (
-                entry.name.rpartition(".")[0] == ours[0]
-                and entry.path == f"{theirs[0]}.{entry.paths[0].rpartition('.')[2]}"
-            )
-            if not is_own or entry.pattern is None or entry.selects or entry.pads:
+            modules = module_of(entry.name), *map(module_of, entry.paths)
+            if modules != (ours[0], theirs[0]) or entry.pattern is None or entry.selects or entry.pads:
                 continue
             weight = self._second.param_shape(entry.paths[0])
             for dim, size in enumerate(entry.canonical_shape(weight)):
@@ -326,70 +315,59 @@ class _Matcher:
         """Whether one of two activations is the other one after an elementwise activation: then they are two things, as of a norm
         and of a norm with an activation of its own."""
         a, b = self._first.array(ours), self._second.array(theirs)
-        if a is None or b is None or a.size != b.size:
+        if a is None or b is None:
             return False
         return any(
             activation_between(x, y, self._near) is not None
             for form in _forms(a.shape, b.shape)
-            for x, y in ((a, form(b)), (form(b), a))
+            for x, y in itertools.permutations((a, form(b)))
         )
 
-    def _is_without_effect(
-        self, ours: Of, theirs: Of, form: Rearrangement, forms: Mapping[tuple[Of, Of], object]
-    ) -> bool:
+    def _is_without_effect(self, ours: Of, theirs: Of, form: Rearrangement, pairs: Iterable[tuple[Of, Of]]) -> bool:
         """Whether values are as different as those of two things, but the output of a module around them and the loss agree: then
         they are two things, such as what two implementations compute before and after a residual."""
         losses = self._first.loss, self._second.loss
         if not abs(losses[0] - losses[1]) <= NEAR * abs(losses[0]):
             return False
-        apart = self._apart(ours, theirs, form)
-        if apart is None or apart < _FAR:
+        if not any(apart >= _FAR for _, apart in self._apart(ours, theirs, [form])):
             return False
-        around = (
-            (x, y)
-            for (x, y), agreed in forms.items()
-            if agreed is not None and x[1] == y[1] == OUTPUT and x != ours
-            if _is_in(ours[0], x[0]) and _is_in(theirs[0], y[0])
+        return any(
+            x[1] == OUTPUT and is_in(ours[0], x[0]) and is_in(theirs[0], y[0]) and self._nearest(x, y, NEAR) is not None
+            for x, y in pairs
         )
-        return any(self._distance(*pair) <= NEAR for pair in around)
 
-    def _distance(self, ours: Of, theirs: Of) -> float:
-        """The relative distance of two activations that agree."""
-        form = self._nearest(ours, theirs)
-        apart = None if form is None else self._apart(ours, theirs, form)
-        assert apart is not None
-        return apart
-
-    def _apart(self, ours: Of, theirs: Of, form: Rearrangement) -> float | None:
-        """norm(a - form(b)) / norm(a) of two activations, an estimate if they are sketches; None if it is not known."""
-        x, y = self._first.sketch(ours), self._second.sketch(theirs)
-        if x is not None and y is None and (array := self._second.array(theirs)) is not None and not x.seed:
-            y = sketches_of([form(array)])[0]  # a golden, and a recording in full
-            return x.distance(y) / x.norm if not x.num_not_finite and x.norm > 0 else None
-        if x is not None and y is not None:
-            # Up to format 6 sketches of modules with different names have different keys.
-            in_order = form.is_identity and self._first.shape(ours) == self._second.shape(theirs) and x.seed == y.seed
-            is_finite = not x.num_not_finite and not y.num_not_finite
-            return x.distance(y) / x.norm if in_order and is_finite and x.norm > 0 else None
+    def _apart(self, ours: Of, theirs: Of, forms: Iterable[Rearrangement]) -> Iterator[tuple[Rearrangement, float]]:
+        """norm(a - form(b)) / norm(a) of two activations for each rearrangement for which it is known, an estimate if they are
+        sketches."""
         a, b = self._first.array(ours), self._second.array(theirs)
-        if a is None or b is None:
-            return None
-        norm = float(np.linalg.norm(a))
-        return float(np.linalg.norm(a - form(b))) / norm if norm > 0 else None
+        x, y = self._first.sketch(ours), self._second.sketch(theirs)
+        for form in forms:
+            if a is not None and b is not None:
+                norm, apart = float(np.linalg.norm(a)), float(np.linalg.norm(a - form(b)))
+            else:
+                # Next to a golden the other recording may be in full.
+                other = sketches_of([form(b)])[0] if b is not None else y if form.is_identity else None
+                # Up to format 6 sketches of modules with different names have different keys.
+                if x is None or other is None or x.seed != other.seed or x.num_not_finite or other.num_not_finite:
+                    continue
+                norm, apart = x.norm, x.distance(other)
+            if norm > 0:
+                yield form, apart / norm
 
-    def _likeliest(self, ours: Of, theirs: Of, known: Sequence[Rearrangement], *, agreed: bool) -> Rearrangement | None:
-        """The rearrangement of values that differ: that of most activations of the same shapes, or none if shapes are equal.
+    def _likeliest(
+        self, ours: Of, theirs: Of, known: Mapping[tuple[object, ...], list[Rearrangement]]
+    ) -> Rearrangement | None:
+        """The rearrangement of values that differ: that of the same activation of other layers, or of the weights, or of most
+        activations of the same shapes, or the first one of these shapes.
 
         Args:
-            known: rearrangements under which other activations agree.
-            agreed: whether these are the same activation of other layers; else the weights come first.
+            known: rearrangements under which other activations agree, by shapes, and by shapes, kind of module and use.
         """
-        of_weights = [] if agreed else self._forms_of_weights(ours, theirs)
-        if of_weights and ours[1] == OUTPUT:
-            return of_weights[0]
-        if known:
-            return max(known, key=known.count)
-        return next(iter(_forms(self._first.shape(ours), self._second.shape(theirs))), None)
+        shapes = self._first.shape(ours), self._second.shape(theirs)
+        of_kind = known.get((*shapes, kind_of(ours[0]), ours[1]))
+        of_weights = self._forms_of_weights(ours, theirs) if ours[1] == OUTPUT else []
+        forms = of_kind or of_weights[:1] or known.get(shapes) or _forms(*shapes)
+        return max(forms, key=forms.count, default=None)
 
 
 def _common_subsequence(ours: Sequence[T], theirs: Sequence[T], score: Callable[[T, T], int]) -> list[tuple[T, T]]:
@@ -412,29 +390,15 @@ def _common_subsequence(ours: Sequence[T], theirs: Sequence[T], score: Callable[
 
 def _forms(first: tuple[int, ...], second: tuple[int, ...]) -> list[Rearrangement]:
     """Rearrangements between two shapes; that which changes nothing first."""
-    found = list(itertools.islice(rearrangements(first, second), _MOST_FORMS))
-    return sorted(found, key=lambda form: not form.is_identity)
+    return list(itertools.islice(rearrangements(first, second), _MOST_FORMS))
 
 
-def _gaps(modules: Sequence[str], matched: Mapping[str, str], among: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+def _gaps(modules: Sequence[str], matched: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:
     """Unmatched modules by the matched ones before and after them, under the names of the first recording."""
     found: dict[tuple[str, str], list[str]] = {}
     for i, module in enumerate(modules):
-        if module in among:
+        if module not in matched:
             before = next((matched[each] for each in reversed(modules[:i]) if each in matched), "")
             after = next((matched[each] for each in modules[i:] if each in matched), "")
             found.setdefault((before, after), []).append(module)
     return found
-
-
-def _kind(module: str) -> str:
-    """The name of a module without the indices of layers.
-
-    >>> _kind("layers.3.attn")
-    'layers.*.attn'
-    """
-    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
-
-
-def _is_in(name: str, module: str) -> bool:
-    return not module or name == module or name.startswith(f"{module}.")

@@ -83,7 +83,8 @@ def _with_blocks(form: Rearrangement, dim: int, order: tuple[int, ...]) -> Rearr
 
 
 def rearrangements(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[Rearrangement]:
-    """Every rearrangement from the second shape to the first one that only transposes, joins or splits dims.
+    """Every rearrangement from the second shape to the first one that only transposes, joins or splits dims; of equal shapes that
+    which changes nothing first.
 
     >>> [each.text for each in rearrangements((4, 4), (4, 4))]
     ['a b -> a b', 'a b -> b a']
