@@ -23,10 +23,10 @@ from crossframe.alignment.equal_values import (
     split_bias,
 )
 from crossframe.alignment.joined import inside, join_and_pad
-from crossframe.alignment.matching import SAMPLES, VALUES, Arrays, Matching, varies
+from crossframe.alignment.matching import SAMPLES, VALUES, Arrays, Matching
 from crossframe.alignment.order_of_dims import pair, permute_blocks
 from crossframe.alignment.sampled import members, parts_of
-from crossframe.alignment.summary import Summary
+from crossframe.alignment.summary import Summary, varies
 from crossframe.dtypes import coarser, numpy_dtype
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry, ParamMap
@@ -100,11 +100,10 @@ def align(
     """
     if not first or not second:
         raise MappingError("expected parameters in both models")
-    if isinstance(next(iter(first.values())), Summary):
-        return _aligned(Matching(first, second, gradients or ({}, {}), may_differ=may_differ, uses=uses, same=same))
-    dtype = coarser(*(array.dtype.name for side in (first, second) for array in side.values()))
-    one, other = ({n: v.astype(numpy_dtype(dtype), copy=False) for n, v in side.items()} for side in (first, second))
-    return _aligned(Matching(one, other, gradients or ({}, {}), may_differ=may_differ, uses=uses, same=same))
+    if not isinstance(next(iter(first.values())), Summary):
+        dtype = numpy_dtype(coarser(*(array.dtype.name for side in (first, second) for array in side.values())))
+        first, second = ({n: v.astype(dtype, copy=False) for n, v in side.items()} for side in (first, second))
+    return _aligned(Matching(first, second, gradients or ({}, {}), may_differ=may_differ, uses=uses, same=same))
 
 
 def align_either_way(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arrays]) -> tuple[Alignment, bool]:
@@ -123,9 +122,8 @@ def align_either_way(first: Arrays, second: Arrays, gradients: tuple[Arrays, Arr
 def _aligned(matching: Matching) -> Alignment:
     if not matching.summarized:
         matching.unstack()
-    groups = matching.groups()
     for several in (True, False):  # the weights of a module decide about the order of its biases
-        for names, paths in groups:
+        for names, paths in matching.groups():
             if len(names) == len(paths) == 1 and varies(matching.first[names[0]]) == several:
                 pair(matching, names[0], paths[0], VALUES)
         if several and not matching.summarized:
@@ -141,16 +139,16 @@ def _aligned(matching: Matching) -> Alignment:
     decided = True
     while decided:  # each decision is evidence for others
         decided = False
-        for names, paths in groups:
+        for names, paths in matching.groups():
             decided |= by_gradients_or_modules(matching, names, paths)
         for name in matching.open_names():
             decided |= join_bias(matching, name)
         for path in matching.open_paths():
             decided |= split_bias(matching, path)
-        decided = decided or any(last_of_values(matching, names, paths) for names, paths in groups)
+        decided = decided or any(last_of_values(matching, *group) for group in matching.groups())
         if matching.may_differ:
             for resolve in (by_order_of_use, by_similar_gradients_of_layers, by_similar_gradients, by_names):
-                decided = decided or any(resolve(matching, names, paths) for names, paths in groups)
+                decided = decided or any(resolve(matching, *group) for group in matching.groups())
     entries = tuple(matching.stated(matching.entries[name]) for name in matching.first if name in matching.entries)
     return Alignment(ParamMap(entries), matching.evidence, tuple(_undecided(matching)))
 
@@ -158,11 +156,7 @@ def _aligned(matching: Matching) -> Alignment:
 def _add_parts(matching: Matching) -> None:
     """Add the parameters whose elements are those of an array in which they are stacked or joined, as samples show."""
     for path in matching.open_paths():
-        open_names = {name: matching.first[name] for name in matching.open_names()}
-        smaller = {
-            name: each for name, each in open_names.items() if varies(each) and each.size < matching.second[path].size
-        }
-        for name, pattern in (parts_of(matching.second[path], smaller) or {}).items():
+        for name, pattern in (parts_of(matching.second[path], _open_varied(matching)) or {}).items():
             entry = MapEntry(name, path, pattern)
             assert matching.fits_shape(entry), entry
             matching.add(entry, SAMPLES)
@@ -172,33 +166,33 @@ def _inside(matching: Matching, path: str) -> tuple[str, ...]:
     """The parameters of the first model that an array consists of, which no pattern states."""
     if not matching.summarized:
         return inside(matching, path)
-    names = {name: matching.first[name] for name in matching.open_names() if varies(matching.first[name])}
-    return tuple(members(matching.second[path], names))
+    return tuple(members(matching.second[path], _open_varied(matching)))
+
+
+def _open_varied(matching: Matching) -> dict[str, Summary]:
+    """The open parameters of the first model with several values."""
+    return {name: matching.first[name] for name in matching.open_names() if varies(matching.first[name])}
 
 
 def _undecided(matching: Matching) -> list[Undecided]:
     """What is open: groups with the same elements, then each parameter that has no counterpart."""
+    words = _IN_FULL if matching.summarized else {why: why for why in _IN_FULL}
     found = []
     for names, paths in matching.groups():
-        names = [name for name in names if name not in matching.entries]
-        paths = [path for path in paths if path not in matching.owners]
-        if names and paths:
-            varied = len(names) == len(paths) == 1 and varies(matching.first[names[0]])
-            why = _IN_FULL[_OTHER_ORDER] if varied and matching.summarized else _OTHER_ORDER if varied else _SAME_VALUES
-            found.append(Undecided(tuple(names), tuple(paths), why))
+        varied = len(names) == len(paths) == 1 and varies(matching.first[names[0]])
+        found.append(Undecided(tuple(names), tuple(paths), words[_OTHER_ORDER] if varied else _SAME_VALUES))
     reported = {each for undecided in found for each in (*undecided.names, *undecided.paths)}
     for path in matching.open_paths():
         if path not in reported and (names := _inside(matching, path)):
-            found.append(Undecided(names, (path,), _IN_FULL[_INSIDE] if matching.summarized else _INSIDE))
+            found.append(Undecided(names, (path,), words[_INSIDE]))
             reported |= {*names, path}
-    alone = _IN_FULL[_ALONE] if matching.summarized else _ALONE
     aligned = {matching.signature(0, name): name for name in matching.entries}
     for name in matching.open_names():
         if name not in reported:
             tied = aligned.get(matching.signature(0, name))
-            why = f"equal to {tied!r}; leave it out if the two are tied" if tied else alone
+            why = f"equal to {tied!r}; leave it out if the two are tied" if tied else words[_ALONE]
             found.append(Undecided((name,), (), why))
-    return found + [Undecided((), (path,), alone) for path in matching.open_paths() if path not in reported]
+    return found + [Undecided((), (path,), words[_ALONE]) for path in matching.open_paths() if path not in reported]
 
 
 _SAME_VALUES = (

@@ -8,14 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from crossframe.alignment.align import Alignment
+from crossframe.alignment.matching import Arrays, fits_shape
 from crossframe.alignment.module_names import INDEX, kind_of
-from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry, ParamMap
-
-Arrays = Mapping[str, np.ndarray]
 
 
 def complete(found: Alignment, first: Arrays, second: Arrays) -> tuple[ParamMap, tuple[str, ...]]:
@@ -88,7 +84,7 @@ def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Array
         pattern = None if other.pattern is None else shifted(other.pattern)
         entry = replace(other, name=name, path=paths if isinstance(other.path, tuple) else paths[0], pattern=pattern)
         is_free = not any((path, pattern) in selected if entry.selects else path in owned for path in paths)
-        if is_free and _fits(entry, first, second):
+        if is_free and fits_shape(entry, first, second):
             possible[entry] = None
     return next(iter(possible)) if len(possible) == 1 else None
 
@@ -105,16 +101,6 @@ def _alone(name: str, path: str, entries: Mapping[str, MapEntry], first: Arrays,
     ]
     for pattern in sorted(dict.fromkeys([*alike, None]), key=alike.count, reverse=True):
         entry = MapEntry(name, path, pattern)
-        if not entry.selects and not entry.pads and _fits(entry, first, second):
+        if not entry.selects and not entry.pads and fits_shape(entry, first, second):
             return entry
     return None
-
-
-def _fits(entry: MapEntry, first: Arrays, second: Arrays) -> bool:
-    """Whether all paths exist, and have the shape of the parameter."""
-    if not second.keys() >= set(entry.paths):
-        return False
-    try:
-        return entry.canonical_shape(*(second[path].shape for path in entry.paths)) == first[entry.name].shape
-    except MappingError:
-        return False

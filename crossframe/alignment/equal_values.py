@@ -17,12 +17,11 @@ from crossframe.alignment.matching import (
     Matching,
     num_wide,
     same_value,
-    varies,
 )
 from crossframe.alignment.module_names import enclosing, first_part, is_in, kind_of, module_of
 from crossframe.alignment.order_of_dims import is_near, pair
 from crossframe.alignment.portions import bias_text
-from crossframe.alignment.summary import Summary
+from crossframe.alignment.summary import Summary, varies
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.sketch import sketches_of
@@ -89,15 +88,14 @@ def split_bias(matching: Matching, path: str) -> bool:
 
 def by_gradients_or_modules(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
     """Add the parameters of a group that gradients or modules tell apart; whether there was one."""
-    names = [name for name in names if name not in matching.entries]
-    paths = [path for path in paths if path not in matching.owners]
     decided = False
     for name in names:
-        near = [path for path in paths if path not in matching.owners and is_near(matching, name, path)]
+        free = [path for path in paths if path not in matching.owners]
+        near = [path for path in free if is_near(matching, name, path)]
         if len(near) == 1 and sum(is_near(matching, other, near[0]) for other in names) == 1:
             decided |= pair(matching, name, near[0], GRADIENTS)
             continue
-        there = _of_module(matching, name, names, [path for path in paths if path not in matching.owners])
+        there = _of_module(matching, name, names, free)
         if there is not None:
             decided |= pair(matching, name, there, MODULES)
     return decided
@@ -124,8 +122,6 @@ def _of_module(matching: Matching, name: str, names: Sequence[str], paths: Seque
 
 def last_of_values(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
     """Add the parameter of an array that is the only one left of those with its values; whether there was one."""
-    names = [name for name in names if name not in matching.entries]
-    paths = [path for path in paths if path not in matching.owners]
     # Tied names, of which the first one has the array.
     is_owner = len(names) == 1 or (len(names) > 1 and varies(matching.first[names[0]]))
     return is_owner and len(paths) == 1 and pair(matching, names[0], paths[0], VALUES)
@@ -137,8 +133,8 @@ def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequen
     A fault changes gradients less than another parameter does. Gradients of all of them may be similar, such as those of the
     norms of queries and keys: a pair is not added if an exchange with another pair makes the two pairs together more similar.
     """
-    names = [name for name in names if name not in matching.entries and name in matching.gradients[0]]
-    paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
+    names = [name for name in names if name in matching.gradients[0]]
+    paths = [path for path in paths if path in matching.gradients[1]]
     if not names or not paths or any(num_wide(matching.first[name].shape) > 1 for name in names):
         return False  # of several dims the order is open too
     given = [matching.gradients[0][name] for name in names], [matching.gradients[1][path] for path in paths]
@@ -160,8 +156,8 @@ def by_similar_gradients_of_layers(matching: Matching, names: Sequence[str], pat
 
     In one layer they may be similar in each order. All layers of a model have their parameters in one order.
     """
-    names = [name for name in names if name not in matching.entries and name in matching.gradients[0]]
-    paths = [path for path in paths if path not in matching.owners and path in matching.gradients[1]]
+    names = [name for name in names if name in matching.gradients[0]]
+    paths = [path for path in paths if path in matching.gradients[1]]
     if any(num_wide(matching.first[name].shape) > 1 for name in names):
         return False
     by_kinds: dict[tuple[tuple[str, ...], ...], list[tuple[list[str], list[str]]]] = {}
@@ -224,8 +220,7 @@ def by_order_of_use(matching: Matching, names: Sequence[str], paths: Sequence[st
             known[0][name], known[1][name] = own, min(others)
     # By each open parameter: the aligned ones that are used before it, and the last of them.
     before = [
-        {each: _used_before(known[i], place) for each, place in side.items() if each not in decided_ones}
-        for i, (side, decided_ones) in enumerate(((ours, matching.entries), (theirs, matching.owners)))
+        {each: _used_before(known[i], place) for each, place in side.items()} for i, side in enumerate((ours, theirs))
     ]
     decided = False
     for name, (earlier, last) in before[0].items():
@@ -253,8 +248,6 @@ def _used_before(known: Mapping[str, int], place: int) -> tuple[frozenset[str], 
 def by_names(matching: Matching, names: Sequence[str], paths: Sequence[str]) -> bool:
     """Add the parameters that have the same name in modules that enclose the same aligned parameters; whether there was
     one."""
-    names = [name for name in names if name not in matching.entries]
-    paths = [path for path in paths if path not in matching.owners]
     inside = [
         [(each, module) for each in group if (module := _enclosing_known(matching, each, known)) is not None]
         for group, known in ((names, matching.entries), (paths, matching.owners))

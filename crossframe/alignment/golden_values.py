@@ -65,7 +65,7 @@ def _key(sketch: Sketch) -> tuple[str, int, int]:
 def _summary(shape: tuple[int, ...], sketch: Sketch, others: Mapping[str, np.ndarray | Summary]) -> Summary:
     """The summary of a parameter, with the sample of an equal one."""
     for each in others.values():
-        other = each if isinstance(each, Summary) else Summary.of(each)
+        other = Summary.of(each)
         if other.sketch.equals(sketch):
             return Summary(shape, sketch, other.sample)
     values = _constant(sketch)
@@ -125,8 +125,7 @@ def _squares(array: np.ndarray, dim: int | None = None) -> np.ndarray:
 
 def _in_shape(array: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """The array in every order of its dims that gives a shape."""
-    if math.prod(shape) == array.size:
-        yield from (np.ascontiguousarray(form(array)) for form in rearrangements(shape, array.shape))
+    return (np.ascontiguousarray(form(array)) for form in rearrangements(shape, array.shape))
 
 
 def _portions(array: np.ndarray, sketch: Sketch) -> Iterator[Rows]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from crossframe.alignment.matching import Matching, varies
+from crossframe.alignment.matching import Matching
 from crossframe.alignment.portions import Rows, cut_text, joined_text, padded_text, rows_of
 from crossframe.alignment.solve import solve
+from crossframe.alignment.summary import varies
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 
@@ -91,13 +92,13 @@ def _portions(matching: Matching, side: int, whole: str) -> list[tuple[Rows, str
     parts = [part for part in parts if others[part].size < array.size and varies(others[part])]
     found = []
     for dim in range(array.ndim):
-        if array.shape[dim] < 2 or (dim,) not in matching.signatures(side, whole):
-            continue
-        rows = matching.signatures(side, whole)[dim,]
-        for part in parts:
-            run = rows_of(dim, rows, array.size, others[part].shape, matching.signatures(1 - side, part))
-            if run is not None:
-                found.append((run, part))
+        rows = matching.signatures(side, whole).get((dim,))
+        if rows is not None:  # those of a large vector are its elements
+            runs = (
+                rows_of(dim, rows, array.size, others[each].shape, matching.signatures(1 - side, each))
+                for each in parts
+            )
+            found += [(run, part) for run, part in zip(runs, parts, strict=True) if run is not None]
     return found
 
 

@@ -13,7 +13,7 @@ from crossframe.alignment.portions import indexed_text
 from crossframe.alignment.slices import axis_signatures
 from crossframe.alignment.solve import same_bits
 from crossframe.alignment.stacks import Slice, slices_of
-from crossframe.alignment.summary import Summary
+from crossframe.alignment.summary import Summary, varies
 from crossframe.errors import MappingError
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
@@ -54,7 +54,7 @@ class Matching:
         *,
         may_differ: bool,
         uses: tuple[Sequence[str], Sequence[str]],
-        same: Set[str] = frozenset(),
+        same: Set[str],
     ) -> None:
         self.first: Arrays = first
         self.second: Arrays = second
@@ -69,11 +69,12 @@ class Matching:
         self.open_varied: tuple[list[str], ...] = ()  # parameters with several values that have no counterpart
 
     def groups(self) -> list[tuple[list[str], list[str]]]:
-        """The names and paths of parameters with the same elements."""
+        """The open names and paths of parameters with the same elements."""
         groups: dict[tuple[int, int, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-        for i, side in enumerate((self.first, self.second)):
-            for name, array in side.items():
-                groups[self.signature(i, name), array.size, name if name in self.same else ""][i].append(name)
+        for i, names in enumerate((self.open_names(), self.open_paths())):
+            for name in names:
+                size = self.sides()[i][name].size
+                groups[self.signature(i, name), size, name if name in self.same else ""][i].append(name)
         return [(names, paths) for names, paths in groups.values() if names and paths]
 
     def unstack(self) -> None:
@@ -132,18 +133,16 @@ class Matching:
     def add_verified(self, entries: Sequence[MapEntry], evidence: str = VALUES) -> bool:
         """Add entries if all their values agree."""
         for entry in entries:
+            wanted, arrays = self.first[entry.name], [self.second[path] for path in entry.paths]
+            if not self.fits_shape(entry):
+                return False
             if self.summarized:  # all of one value: those of samples are added by `add`
-                values = [self.first[entry.name], *(self.second[path] for path in entry.paths)]
-                if not self.fits_shape(entry) or not all(same_value(values[0], value) for value in values):
+                if not all(same_value(wanted, array) for array in arrays):
                     return False
                 continue
-            form = Rearrangement(entry.pattern) if entry.pattern else None
-            wanted = self.first[entry.name]
-            try:
-                made = entry.to_canonical(*(self.second[path] for path in entry.paths))
-            except MappingError:
-                return False
-            if form is not None and form.pads:
+            made = entry.to_canonical(*arrays)
+            if entry.pattern:
+                form = Rearrangement(entry.pattern)
                 made, wanted = form.unpadded(made), form.unpadded(wanted)
             if not same_bits(wanted, made):
                 return False
@@ -162,11 +161,7 @@ class Matching:
         return not relative_distance(ours[name], made) > NEAR
 
     def fits_shape(self, entry: MapEntry) -> bool:
-        try:
-            shape = entry.canonical_shape(*(self.second[path].shape for path in entry.paths))
-        except MappingError:
-            return False
-        return shape == self.first[entry.name].shape
+        return fits_shape(entry, self.first, self.second)
 
     def open_names(self) -> list[str]:
         return [name for name in self.first if name not in self.entries]
@@ -179,11 +174,13 @@ def num_wide(shape: tuple[int, ...]) -> int:
     return sum(size > 1 for size in shape)
 
 
-def varies(array: np.ndarray | Summary) -> bool:
-    """Whether not all elements are equal."""
-    if isinstance(array, Summary):
-        return array.size > 0 and array.value is None
-    return array.size > 0 and bool((array != array.flat[0]).any())
+def fits_shape(entry: MapEntry, first: Arrays, second: Arrays) -> bool:
+    """Whether the arrays of an entry exist, and give the shape of its parameter."""
+    try:
+        shapes = [second[path].shape for path in entry.paths]
+        return entry.canonical_shape(*shapes) == first[entry.name].shape
+    except (KeyError, MappingError):
+        return False
 
 
 def same_value(array: np.ndarray | Summary, other: np.ndarray | Summary) -> bool:

@@ -56,12 +56,8 @@ def alike(
     models = (first, second)
     if not any(isinstance(each, Summary) for values, _ in models for each in values.values()):
         return models
-    summaries = [tuple({name: _summary(each) for name, each in side.items()} for side in model) for model in models]
+    summaries = [tuple({name: Summary.of(each) for name, each in side.items()} for side in model) for model in models]
     return summaries[0], summaries[1]  # type: ignore[return-value]
-
-
-def _summary(each: np.ndarray | Summary) -> Summary:
-    return each if isinstance(each, Summary) else Summary.of(each)
 
 
 def _safetensors(path: Path) -> Arrays:

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from crossframe.alignment.matching import FAR, NEAR, SAMPLES, Matching, num_wide, relative_distance, varies
+from crossframe.alignment.matching import FAR, NEAR, SAMPLES, Matching, num_wide, relative_distance
 from crossframe.alignment.module_names import kind_of, module_of
 from crossframe.alignment.portions import bias_text
 from crossframe.alignment.sampled import order_of
 from crossframe.alignment.solve import rearrangements, solve, solve_blocks
-from crossframe.alignment.summary import Summary
+from crossframe.alignment.summary import Summary, varies
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 
@@ -22,9 +22,9 @@ def pair(matching: Matching, name: str, path: str, evidence: str) -> bool:
     """Add one parameter, if a rearrangement of its dims is known."""
     found = _rearrangement(matching, name, path)
     if found is not None:
-        identity = matching.first[name].shape == matching.second[path].shape and found.is_identity
-        sampled = matching.summarized and varies(matching.first[name]) and not is_equal(matching, name, path)
-        matching.add(MapEntry(name, path, None if identity else found.text), SAMPLES if sampled else evidence)
+        array, other = matching.first[name], matching.second[path]
+        sampled = matching.summarized and varies(array) and not array.sketch.equals(other.sketch)
+        matching.add(MapEntry(name, path, None if found.is_identity else found.text), SAMPLES if sampled else evidence)
     return found is not None
 
 
@@ -34,7 +34,7 @@ def permute_blocks(matching: Matching) -> None:
     found: dict[str, list[MapEntry]] = {}
     for names, paths in matching.groups():
         name, path = names[0], paths[0]
-        if len(names) == len(paths) == 1 and name not in matching.entries and varies(matching.first[name]):
+        if len(names) == len(paths) == 1 and varies(matching.first[name]):
             form = solve_blocks(matching.first[name], matching.second[path])
             found.setdefault(kind_of(name), []).extend([MapEntry(name, path, form.text)] if form else [])
     decided = {kind_of(name) for name in matching.entries}
@@ -70,13 +70,7 @@ def _solved(array: Any, other: Any) -> Rearrangement | None:
         return solve(array, other)
     if varies(array):
         return order_of(array, other)
-    fits = rearrangements(array.shape, other.shape)
-    return next((each for each in fits if array.shape != other.shape or each.is_identity), None)
-
-
-def is_equal(matching: Matching, name: str, path: str) -> bool:
-    """Whether sketches say that two parameters have the same elements in the same order."""
-    return matching.first[name].sketch.equals(matching.second[path].sketch)
+    return next(rearrangements(array.shape, other.shape), None)
 
 
 def _order_of_bias(matching: Matching, name: str, path: str, unchanged: Rearrangement) -> Rearrangement | None:

@@ -1,6 +1,7 @@
 """Portions of arrays: which rows of an array another array is, and the pattern that states it."""
 
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from crossframe.rearrange import Rearrangement, order_text
 
 Signatures = Mapping[tuple[int, ...], np.ndarray]
 """The signatures of the slices of an array along sets of its axes."""
-_NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ class Rows:
         )
 
 
-def rows_of(
-    dim: int, rows: np.ndarray, size: int, shape: tuple[int, ...], signatures: Signatures, *, blocks: int | None = None
-) -> Rows | None:
+def rows_of(dim: int, rows: np.ndarray, size: int, shape: tuple[int, ...], signatures: Signatures) -> Rows | None:
     """The rows of an array that another, smaller array is; None if it is none.
 
     Args:
@@ -59,7 +57,6 @@ def rows_of(
         rows: signatures of its rows along this dim.
         size: number of its elements.
         shape, signatures: of the other array, by its axes.
-        blocks: the number of blocks; None: any.
     """
     width = size // len(rows)
     count, rest = divmod(math.prod(shape), width) if width else (0, 1)
@@ -67,17 +64,17 @@ def rows_of(
         return None
     for axes in axis_sets(shape, count) if count > 1 else [()]:
         order = row_order(rows, signatures[axes]) if axes in signatures else None
-        if order is not None and (found := _run_in_blocks(dim, np.sort(order), len(rows), blocks)) is not None:
+        if order is not None and (found := _run_in_blocks(dim, np.sort(order), len(rows))) is not None:
             return found
     return None
 
 
-def _run_in_blocks(dim: int, places: np.ndarray, num_rows: int, blocks: int | None) -> Rows | None:
+def _run_in_blocks(dim: int, places: np.ndarray, num_rows: int) -> Rows | None:
     """The run of which sorted places consist; None if they are not the same run of equal blocks."""
     run = int(np.argmin(np.append(np.diff(places) == 1, False))) + 1
-    for count in dict.fromkeys((run, len(places)) if blocks is None else (len(places) // blocks,)):
+    for count in (run, len(places)):
         num, rest = divmod(len(places), count)
-        if rest or num_rows % num or (blocks is not None and num != blocks):
+        if rest or num_rows % num:
             continue
         found = Rows(dim, num, int(places[0]), count, num_rows // num)
         wanted = found.start + found.period * np.arange(num)[:, None] + np.arange(count)
@@ -111,7 +108,7 @@ def joined_text(form: Rearrangement, shape: tuple[int, ...], rows: Rows, *, apar
 
 def padded_text(form: Rearrangement, rows: Rows, size: int) -> str | None:
     """The pattern of an array that is the first rows of a parameter of `size` rows; None if these are several axes."""
-    if rows.blocks > 1 or len(form.right[rows.dim]) != 1:
+    if len(form.right[rows.dim]) != 1:
         return None
     before, _, after = form.text.partition(" -> ")
     dims = _dims_of(after)
@@ -220,7 +217,7 @@ def features_text(pattern: str, shape: tuple[int, ...], *, dim: int, num_dims: i
     dims = [names for names in form.left if set(names) & set(wanted)]
     if not wanted or sorted(name for names in dims for name in names) != sorted(wanted):
         return None
-    free = (name for name in _NAMES if name not in wanted)
+    free = (name for name in string.ascii_lowercase if name not in wanted)
     others = [[next(free)] for _ in range(num_dims - 1)]
     left, right = [*others, *map(list, dims)], [*others, list(wanted)]
     return _text(left, right, _stated(left, right, sizes), form.orders)
@@ -242,7 +239,7 @@ def _blocks_apart(
         if sizes[name] > whole or (apart and sizes[name] == whole):
             if sizes[name] % whole:
                 return None
-            new = next(each for each in _NAMES if each not in sizes)
+            new = next(each for each in string.ascii_lowercase if each not in sizes)
             sizes |= {name: whole, new: sizes[name] // whole}
             for dim in (*left, *right):
                 if name in dim:

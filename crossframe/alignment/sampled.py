@@ -31,7 +31,7 @@ def order_of(first: Summary, second: Summary) -> Rearrangement | None:
     >>> order_of(Summary.of(x.transpose(1, 2, 0).reshape(32, 3)), Summary.of(x)).text
     'a b c=4 -> (b c) a'
     """
-    if first.shape == second.shape and first.sketch.dtype == second.sketch.dtype and first.sketch.equals(second.sketch):
+    if first.shape == second.shape and first.sketch.equals(second.sketch):
         return Rearrangement.transposing(tuple(range(len(first.shape))))
     assert first.sample is not None and second.sample is not None
     return order_of_samples(first.shape, first.sample, second.shape, second.sample)
@@ -124,7 +124,7 @@ def parts_of(whole: Summary, parts: Mapping[str, Summary]) -> dict[str, str] | N
     """The patterns of the parameters that an array consists of; None if it consists of none of these.
 
     Args:
-        parts: by name, smaller than the array.
+        parts: by name.
 
     >>> a, b = np.random.default_rng(0).normal(size=(2, 30, 4))
     >>> parts_of(Summary.of(np.concatenate([a, b]).T), {"a": Summary.of(a), "b": Summary.of(b)})
@@ -152,7 +152,7 @@ def members(whole: Summary, parts: Mapping[str, Summary]) -> list[str]:
     for name, part in parts.items():
         assert part.sample is not None
         own = part.sample.within(whole.sample.limit).values.tolist()
-        if own and part.sketch.dtype == whole.sketch.dtype and values.issuperset(own):
+        if own and part.size < whole.size and part.sketch.dtype == whole.sketch.dtype and values.issuperset(own):
             found.append(name)
     is_whole = sum(parts[name].size for name in found) == whole.size
     adds_up = sum(parts[name].signature for name in found) % 2**64 == whole.signature

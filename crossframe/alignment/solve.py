@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import string
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,7 +15,6 @@ Digit = tuple[int, int]
 """(size, stride) of one of the loops that an index consists of; the outermost comes first."""
 _MOST_DIGITS = 4
 _MOST_BLOCKS = 8
-_NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
 def solve(canonical: np.ndarray, array: np.ndarray) -> Rearrangement | None:
@@ -195,7 +195,7 @@ def _loops(order: np.ndarray, axes: tuple[int, ...]) -> list[tuple[int, int, int
 
 def _pattern(loops: list[tuple[int, int, int, int]], first: tuple[int, ...], second: tuple[int, ...]) -> Rearrangement:
     left = [[loop for loop in loops if loop[1] == axis] for axis in range(len(second))]
-    names = dict(zip((loop for dim in left for loop in dim), _NAMES, strict=False))
+    names = dict(zip((loop for dim in left for loop in dim), string.ascii_lowercase, strict=False))
     right = [sorted((loop for loop in loops if loop[0] == dim), key=lambda loop: -loop[3]) for dim in range(len(first))]
     inner = {loop for dims in (left, right) for dim in dims for loop in dim[1:]}
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from crossframe.alignment.module_names import enclosing, is_in
 from crossframe.alignment.portions import Signatures
+from crossframe.alignment.summary import varies
 
 _MOST_AXES = 2
 
@@ -60,13 +61,12 @@ def slices_of(
         first, second: the parameters of both models.
         ours, theirs: the signatures of their slices.
     """
-    wholes = {(int(ours[name][()][0]), array.size) for name, array in first.items() if array.size > 1}
-    varied = {name: array for name, array in first.items() if array.size > 1 and (array != array.flat[0]).any()}
+    varied = {name: array for name, array in first.items() if varies(array)}
     known = {(int(ours[name][()][0]), array.size) for name, array in varied.items()}
     whole = {path for path, array in second.items() if (int(theirs[path][()][0]), array.size) in known}
     modules: dict[str, int] = {}
     for path, array in second.items():
-        if array.size < 2 or not (array != array.flat[0]).any() or (int(theirs[path][()][0]), array.size) in wholes:
+        if path in whole or not varies(array):
             continue
         axis = _stacked_axis(array, theirs[path], known)
         if axis is None:
@@ -75,13 +75,12 @@ def slices_of(
             modules[_stacked_module(path, axis, second, whole)] = axis
     found: dict[str, Slice] = {}
     for path, array in second.items():
-        inside = [each for each in modules if path == each or path.startswith(f"{each}.")]
-        if not inside:
-            continue
-        module = max(inside, key=len)
-        axis = modules[module]
-        for index in range(array.shape[axis]):
-            found[f"{module}[{index}]{path[len(module) :]}"] = Slice(path, ((axis, index, array.shape[axis]),))
+        inside = [each for each in modules if is_in(path, each)]
+        if inside:
+            module = max(inside, key=len)
+            axis = modules[module]
+            for index in range(array.shape[axis]):
+                found[f"{module}[{index}]{path[len(module) :]}"] = Slice(path, ((axis, index, array.shape[axis]),))
     return found
 
 

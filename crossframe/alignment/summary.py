@@ -24,13 +24,13 @@ class Summary:
     sample: Sample | None = None
 
     @classmethod
-    def of(cls, array: np.ndarray) -> "Summary":
-        """The summary of an array.
+    def of(cls, array: "np.ndarray | Summary") -> "Summary":
+        """The summary of an array, or a summary itself.
 
         >>> Summary.of(np.ones((2, 3))).value, Summary.of(np.arange(3.0)).value
         (1.0, None)
         """
-        return cls(array.shape, sketches_of([array])[0], sample_of(array))
+        return array if isinstance(array, Summary) else cls(array.shape, sketches_of([array])[0], sample_of(array))
 
     @property
     def ndim(self) -> int:
@@ -63,3 +63,10 @@ class Summary:
         norm = self.sketch.norm
         theirs = other.sketch if isinstance(other, Summary) else sketches_of([other])[0]
         return self.sketch.distance(theirs) / norm if norm > 0 else np.nan
+
+
+def varies(array: np.ndarray | Summary) -> bool:
+    """Whether not all elements are equal."""
+    if isinstance(array, Summary):
+        return array.size > 0 and array.value is None
+    return array.size > 0 and bool((array != array.flat[0]).any())
