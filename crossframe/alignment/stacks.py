@@ -77,7 +77,7 @@ def slices_of(
     for path, array in second.items():
         inside = [each for each in modules if is_in(path, each)]
         if inside:
-            module = max(inside, key=len)
+            module = max(inside)  # the innermost one
             axis = modules[module]
             for index in range(array.shape[axis]):
                 found[f"{module}[{index}]{path[len(module) :]}"] = Slice(path, ((axis, index, array.shape[axis]),))

@@ -172,7 +172,56 @@ def test_models_with_other_groupings_are_aligned(name):
     assert ParamMap.from_json(found.param_map.to_json()) == found.param_map
 
 
-def test_layers_and_experts_are_stacked_in_one_array():
+def numbers(*shape):
+    return np.random.default_rng(shape).normal(size=shape)
+
+
+@pytest.mark.parametrize(
+    ("stacked", "patterns"),
+    [
+        pytest.param(numbers(3, 9), "[{0}/3] a -> a", id="vectors"),
+        pytest.param(numbers(3, 5, 4, 6), "[{0}/3] [{1}/5] a b -> b a", id="along two dims"),
+        pytest.param(numbers(2, 2, 2), "[{0}/2] a b -> b a", id="two of two rows"),
+    ],
+)
+def test_an_array_alone_is_stacked(stacked, patterns):
+    places = list(np.ndindex(stacked.shape[: 2 if stacked.ndim == 4 else 1]))
+    first = {".".join(map(str, ("h", *place, "w"))): stacked[place].T for place in places}
+    found = align(first, {"stack": stacked, "other": numbers(3, 8)}).param_map
+    assert [entry.pattern for entry in found.entries] == [patterns.format(*place) for place in places]
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("swapped", [False, True], ids=["joined in the other one", "joined"])
+def test_stacked_arrays_alone_are_joined(layers, swapped):
+    parts = {part: numbers(layers, rows, 6) for part, rows in (("q", 4), ("k", 2))}
+    whole = np.concatenate(list(parts.values()), 1)
+    if swapped:
+        first, second = (
+            {f"h.{i}.qk": whole[i] for i in range(layers)},
+            {f"layers.{part}": each for part, each in parts.items()},
+        )
+    else:
+        first, second = (
+            {f"h.{i}.{part}": each[i] for i in range(layers) for part, each in parts.items()},
+            {"layers": whole},
+        )
+    found = align(first, second)
+    assert not found.undecided
+    check(found, first, second)
+
+
+def test_an_array_with_a_row_of_a_parameter_is_not_stacked():
+    first = {"q": numbers(4, 6), "k": numbers(5, 6)}
+    second = {"q": first["q"], "other": np.stack([first["k"], np.concatenate([first["k"][:1], numbers(4, 6) + 1])])}
+    second["other"][0, 1:] += 1
+    found = align(first, second)
+    assert found.param_map.by_name.keys() == {"q"}
+    assert sorted(each.paths for each in found.undecided) == [(), ("other",)]
+
+
+@pytest.mark.parametrize("layers_first", [True, False])
+def test_layers_and_experts_are_stacked_in_one_array(layers_first):
     params, shadow = (dict(model(seed)) for seed in (0, 1))
     rng = np.random.default_rng(5)
     for values, is_random in ((params, False), (shadow, True)):
@@ -186,13 +235,20 @@ def test_layers_and_experts_are_stacked_in_one_array():
         experts = {kind: np.stack([np.stack([values[f"h.{layer}.mlp.experts.{expert}.{kind}"] for expert in range(5)])
                    for layer in range(LAYERS)]) for kind in ("weight", "bias")}  # fmt: skip
         rest = stacked(separate({name: value for name, value in values.items() if "experts" not in name}))
-        kernels = experts["weight"].swapaxes(2, 3)
-        return rest | {"layers.mlp.experts.kernel": kernels, "layers.mlp.experts.bias": experts["bias"]}
+        rest |= {
+            "layers.mlp.experts.kernel": experts["weight"].swapaxes(2, 3),
+            "layers.mlp.experts.bias": experts["bias"],
+        }
+        return {
+            path: each.swapaxes(0, 1) if "layers" in path and not layers_first else each for path, each in rest.items()
+        }
 
     found = align(params, other(params))
     assert not found.undecided
     check(found, shadow, other(shadow))
-    assert found.param_map.by_name["h.1.mlp.experts.4.weight"].pattern == f"[1/{LAYERS}] [4/5] a b -> b a"
+    assert found.param_map.by_name["h.1.mlp.experts.4.weight"].pattern == (
+        f"[1/{LAYERS}] [4/5] a b -> b a" if layers_first else f"[4/5] [1/{LAYERS}] a b -> b a"
+    )
 
 
 @pytest.mark.parametrize("padding", [1, 4])
