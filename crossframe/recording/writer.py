@@ -73,20 +73,11 @@ class RecordingWriter:
         self._params = manifest.params
         self._units = manifest.unit_of
         self._dense_until = 0
-        self._lines: list[tuple[str, dict[str, Any]]] = []
-        self._seen: set[str] = set()
-        self._tensors: dict[str, np.ndarray] = {}
-        self._sketches: list[np.ndarray] = []
-        self._samples: list[np.ndarray] = []
-        self._num_sampled = 0
-        self._turns: dict[str, int] = {}
+        self._forget_step()
         # The digest of each buffer before the first step, and the buffers that have changed since.
         self._constant: dict[str, object] = {}
         self._changed: set[str] = set()
-        self._has_buffers = False
-        self._counts: list[float] = []
-        # Keys in the file of this step and of the previous step, by the digest of the bytes.
-        self._stored: dict[object, str] = {}
+        # Keys in the file of the previous step, by the digest of the bytes.
         self._stored_before: dict[object, str] = {}
         # The structures of earlier steps, each with the step that has its lines.
         self._structures: deque[tuple[int, list[tuple[str, dict[str, Any]]]]] = deque(maxlen=_STRUCTURES)
@@ -197,7 +188,7 @@ class RecordingWriter:
             )
         key = event_format.activation_key(use, microbatch, module)
         if isinstance(value, np.ndarray) and not known and self.manifest.detail == SKETCH and value.size > WHOLE:
-            dtype_name(value.dtype)
+            _dtype(value)
             moved = sketches_of([channels_first(value)])[0]
         fields = event_format.place(
             step,
@@ -278,7 +269,7 @@ class RecordingWriter:
             raise RecordingError(f"rank {self.rank}, step {step}: expected buffers after the step, got {use!r} ones")
         self._has_buffers |= use == event_format.CHANGED
         for name, (value, shape) in values.items():
-            numel = value.numel if isinstance(value, Sketch) else value.size
+            numel = _numel(value)
             if math.prod(shape) != numel:
                 raise RecordingError(
                     f"rank {self.rank}, step {step}, buffer {name!r}: expected {numel} elements, got shape {list(shape)}"
@@ -359,8 +350,14 @@ class RecordingWriter:
             self._forget_step()
 
     def _forget_step(self) -> None:
-        self._lines, self._seen, self._tensors, self._sketches, self._counts = [], set(), {}, [], []
-        self._samples, self._num_sampled, self._stored, self._turns = [], 0, {}, {}
+        self._lines: list[tuple[str, dict[str, Any]]] = []
+        self._seen: set[str] = set()
+        self._tensors: dict[str, np.ndarray] = {}
+        self._stored: dict[object, str] = {}  # keys in the file of this step, by the digest of the bytes
+        self._sketches: list[np.ndarray] = []
+        self._samples: list[np.ndarray] = []
+        self._turns: dict[str, int] = {}
+        self._counts: list[float] = []
         self._has_buffers = False
 
     def _same_structure(self, step: int) -> int | None:
@@ -482,7 +479,7 @@ class RecordingWriter:
                 raise RecordingError(
                     f"rank {self.rank}, step {step}: the {what} of {name!r}: expected shape {shape}, got {value.shape}"
                 )
-            pieces[name] = (0, value.numel if isinstance(value, Sketch) else value.size, value)
+            pieces[name] = (0, _numel(value), value)
         self._put(phase, step, unit, pieces)
 
     def _put(self, phase: str, step: int, unit: str, pieces: Pieces, slot: str = "") -> None:
@@ -493,12 +490,12 @@ class RecordingWriter:
             if self._units.get(name) != unit:
                 raise RecordingError(f"{where}: expected a parameter of unit {unit!r}, as the manifest has them")
             spec = self._params[name]
-            size = value.numel if isinstance(value, Sketch) else value.size
+            size = _numel(value)
             if not 0 <= start <= stop <= spec.numel or size != stop - start:
                 raise RecordingError(
                     f"{where}: expected {stop - start} elements, {start}:{stop} of {spec.numel}, got {size}"
                 )
-            dtype = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
+            dtype = _dtype(value)
             if phase in (event_format.PARAMETERS, event_format.UPDATE) and dtype != spec.dtype:
                 raise RecordingError(f"{where}: expected {spec.dtype} (shards stay so, R33), got {dtype}")
             if start == stop:
@@ -523,20 +520,17 @@ class RecordingWriter:
             numel: number of elements of the whole tensor. It decides whether to sketch, so that all layouts decide alike.
         """
         if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
-            dtype_name(value.dtype)
-            made = sketches_of([value], start)[0]
-            value = (
-                replace(made, sample=sample_of(value, start)) if fields["phase"] == event_format.PARAMETERS else made
-            )
-        fields["dtype"] = value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
+            _dtype(value)
+            sample = sample_of(value, start) if fields["phase"] == event_format.PARAMETERS else None
+            value = replace(sketches_of([value], start)[0], sample=sample)
+        fields["dtype"] = _dtype(value)
         self._add(event, fields, once=key)
         if isinstance(value, Sketch):
             fields["sketch"] = self._keep_sketch(value)
             if value.sample is not None:
-                items = value.sample.to_items(start)
-                fields["sample"] = [self._num_sampled, self._num_sampled + len(items)]
+                items, num = value.sample.to_items(start), sum(map(len, self._samples))
+                fields["sample"] = [num, num + len(items)]
                 self._samples.append(items)
-                self._num_sampled += len(items)
         else:
             fields |= self._store(key, np.array(value, copy=True, order="C").reshape(-1))
 
@@ -562,6 +556,15 @@ class RecordingWriter:
             self._stored[digest] = key
         self._tensors[key] = flat
         return {}
+
+
+def _numel(value: np.ndarray | Sketch) -> int:
+    return value.numel if isinstance(value, Sketch) else value.size
+
+
+def _dtype(value: np.ndarray | Sketch) -> str:
+    """The dtype of the elements; ParamError if it is none that can be recorded."""
+    return value.dtype if isinstance(value, Sketch) else dtype_name(value.dtype)
 
 
 def _digest_of(value: np.ndarray | Sketch) -> object:
