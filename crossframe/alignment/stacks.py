@@ -7,7 +7,7 @@ stacked, also those with one value, such as the biases of all layers.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,6 @@ import numpy as np
 from crossframe.alignment.module_names import enclosing, is_in
 from crossframe.alignment.portions import Signatures
 from crossframe.alignment.summary import varies
-
-_MOST_AXES = 2
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,10 @@ def slices_of(
 
 def _stacked_axis(array: np.ndarray, signatures: Signatures, known: set[tuple[int, int]]) -> int | None:
     """The first of one or two axes along which a slice is a parameter of the other model."""
-    for axes in _axes_of(array):
+    for axes in itertools.chain(*(itertools.combinations(range(array.ndim), count) for count in (1, 2))):
         count = math.prod(array.shape[axis] for axis in axes)
-        if any((int(each), array.size // count) in known for each in signatures.get(axes, ())):
+        is_slice = array.size > count  # not an element
+        if is_slice and any((int(each), array.size // count) in known for each in signatures.get(axes, ())):
             return axes[0]
     return None
 
@@ -116,16 +115,9 @@ def _stacked_and_joined(
                 hits = sorted_rows[at] == slices
                 places = order[at[hits]] // rows.shape[1]
                 complete = hits.all() or hits.sum() == rows.shape[1]
-                if len(places) > 1 and complete and (places == places[0]).all():
+                if complete and (places == places[0]).all():
                     return axis
     return None
-
-
-def _axes_of(array: np.ndarray) -> Iterator[tuple[int, ...]]:
-    for count in range(1, min(_MOST_AXES, array.ndim - 1) + 1):
-        for axes in itertools.combinations(range(array.ndim), count):
-            if all(array.shape[axis] > 1 for axis in axes) and array.size > math.prod(array.shape[i] for i in axes):
-                yield axes
 
 
 def _stacked_module(path: str, axis: int, second: Mapping[str, np.ndarray], whole: set[str]) -> str:

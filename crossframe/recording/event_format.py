@@ -227,42 +227,44 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         )
     if event == "disagreement":
         fields["difference"] = _to_float(fields["difference"], where)
-        if not fields["ranks"] or not all(type(each) is int for each in fields["ranks"]):
-            raise RecordingError(f"{where}: expected ranks, got {quote(fields['ranks'])}; record the run again")
+        ranks = fields["ranks"]
+        expect(bool(ranks) and all(type(each) is int for each in ranks), where, "ranks", ranks)
     if "value" in _FIELDS[event] or (event == "count" and "value" in fields):
         _check(fields, {"value": _NUMBER}, event, where)
         fields["value"] = _to_float(fields["value"], where)
     for name in ("sketch", "channels_first"):
         sketch = fields.get(name)
         if type(sketch) is int:
-            if sketch < 0:
-                raise RecordingError(f"{where}: expected the row of a sketch, got {sketch}; record the run again")
+            expect(sketch >= 0, where, "the row of a sketch", sketch)
         elif sketch is not None:
             _check(sketch, _SKETCH, name, where)
-            if not _FINGERPRINT.fullmatch(sketch["fingerprint"]) or sketch["num_not_finite"] < 0:
-                raise RecordingError(f"{where}: expected a sketch, got {quote(sketch)}; record the run again")
+            is_sketch = bool(_FINGERPRINT.fullmatch(sketch["fingerprint"])) and sketch["num_not_finite"] >= 0
+            expect(is_sketch, where, "a sketch", sketch)
             sketch["squares"] = _to_float(sketch["squares"], where)
-    if (sample := fields.get("sample")) is not None and not _is_range(sample):
-        raise RecordingError(f"{where}: expected the range of a sample, got {quote(sample)}; record the run again")
-    if event == "activation":
-        operator = fields.get("operator", "")
-        if not isinstance(operator, str) or len(operator) > _LONGEST_OPERATOR:
-            raise RecordingError(
-                f"{where}: expected the name of an operator, got {quote(operator)}; record the run again"
-            )
-    if not isinstance(fields.get("at", ""), str) or type(fields.get("before", False)) is not bool:
-        raise RecordingError(
-            f"{where}: expected the key of a tensor as 'at', got {quote(fields)}; record the run again"
-        )
+    sample, operator = fields.get("sample"), fields.get("operator", "")
+    expect(sample is None or _is_range(sample), where, "the range of a sample", sample)
+    is_operator = isinstance(operator, str) and len(operator) <= _LONGEST_OPERATOR
+    expect(is_operator, where, "the name of an operator", operator)
+    is_reference = isinstance(fields.get("at", ""), str) and type(fields.get("before", False)) is bool
+    expect(is_reference, where, "the key of a tensor as 'at'", fields)
     if event == "step":
         _check_step(fields, where)
     if event == "loss" and "backwards" in fields:
         _check_backwards(fields, where)
-    if event == "batch" and not _DIGEST.fullmatch(fields["digest"]):
-        raise RecordingError(
-            f"{where}: expected a sha256 as digest, got {quote(fields['digest'])}; record the run again"
-        )
+    if event == "batch":
+        expect(bool(_DIGEST.fullmatch(fields["digest"])), where, "a sha256 as digest", fields["digest"])
     return fields
+
+
+def expect(holds: bool, where: str, what: str, got: Any) -> None:
+    """Raise RecordingError unless this holds of a line.
+
+    Args:
+        where: path and line number.
+        what: what is expected.
+    """
+    if not holds:
+        raise RecordingError(f"{where}: expected {what}, got {quote(got)}; record the run again")
 
 
 def _is_range(value: Any) -> bool:
@@ -274,29 +276,24 @@ def _check_step(fields: dict[str, Any], where: str) -> None:
     for name in ("rates", "counts"):
         if (numbers := fields.get(name)) is None:
             continue
-        one = name == "counts" and type(numbers) in _NUMBER
-        if not one and (type(numbers) is not list or not all(type(number) in _NUMBER for number in numbers)):
-            what = "learning rates" if name == "rates" else "counts of optimizer steps"
-            raise RecordingError(f"{where}: expected {what}, got {quote(numbers)}; record the run again")
-        listed: list[float | str] = [numbers] if one else numbers  # type: ignore[list-item]
-        converted = [_to_float(number, where) for number in listed]
-        fields[name] = converted[0] if one else converted
-    if type(fields.get("buffers", True)) is not bool:
-        raise RecordingError(f"{where}: expected true as 'buffers', got {quote(fields['buffers'])}; record again")
-    if type(fields.get("as", 0)) is not int:
-        raise RecordingError(f"{where}: expected the number of a step as 'as', got {quote(fields['as'])}; record again")
+        if name == "counts" and type(numbers) in _NUMBER:
+            fields[name] = _to_float(numbers, where)
+            continue
+        what = "learning rates" if name == "rates" else "counts of optimizer steps"
+        expect(type(numbers) is list and all(type(number) in _NUMBER for number in numbers), where, what, numbers)
+        fields[name] = [_to_float(number, where) for number in fields[name]]
+    for name, kind, what in (("buffers", bool, "true as 'buffers'"), ("as", int, "the number of a step as 'as'")):
+        expect(name not in fields or type(fields[name]) is kind, where, what, fields.get(name))
 
 
 def _check_backwards(fields: dict[str, Any], where: str) -> None:
     """Check the losses of the backwards of a step."""
     stated = fields["backwards"]
-    if type(stated) is not list or not all(
+    are_backwards = type(stated) is list and all(
         type(each) is list and len(each) == 2 and type(each[0]) is int and each[0] >= 0 and type(each[1]) in _NUMBER
         for each in stated
-    ):
-        raise RecordingError(
-            f"{where}: expected a number of forwards and a loss for each backward, got {quote(stated)}; record the run again"
-        )
+    )
+    expect(are_backwards, where, "a number of forwards and a loss for each backward", stated)
     fields["backwards"] = [[forwards, _to_float(loss, where)] for forwards, loss in stated]
 
 
@@ -305,13 +302,12 @@ def _check(fields: Any, expected: dict[str, Any], what: str, where: str) -> None
         kinds = kind if isinstance(kind, tuple) else (kind,)
         value = fields.get(name) if isinstance(fields, dict) else None
         if type(value) not in kinds:
+            wanted = " or ".join(k.__name__ for k in kinds)
             raise RecordingError(
-                f"{where}: field {name!r} of a {what!r} line: expected {' or '.join(k.__name__ for k in kinds)}, got "
-                f"{quote(value)}; record the run again"
+                f"{where}: field {name!r} of a {what!r} line: expected {wanted}, got {quote(value)}; record the run again"
             )
 
 
 def _to_float(value: float | str, where: str) -> float:
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise RecordingError(f"{where}: expected a number, got {quote(value)}; record the run again")
+    expect(not isinstance(value, str) or value in ("nan", "inf", "-inf"), where, "a number", value)
     return float(value)

@@ -15,7 +15,7 @@ from crossframe.params import OVERFLOW
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order
-from crossframe.recording.event_format import INPUT
+from crossframe.recording.event_format import INPUT, OUTPUT, expect
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.sketch import ROW_BYTES
 from crossframe.tensor_file import MOST_DIMS
@@ -24,6 +24,7 @@ from crossframe.trace import Event
 LARGEST_EVENTS = 1 << 30
 LONGEST_LINE = 1 << 24
 """Maximum bytes of the file of a rank, and of one line: the ids of a million samples take about 10 MB."""
+_PHASES = f"a phase among {list(event_format.TENSOR_USES)}"
 
 
 @dataclass(frozen=True)
@@ -270,10 +271,8 @@ def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manife
 
 def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifest, where: str) -> None:
     step = fields["step"]
-    if step != index.num_steps or (manifest.steps is not None and step >= manifest.steps):
-        raise RecordingError(
-            f"{where}: expected step {index.num_steps} of {manifest.steps}, got {quote(step)}; record again"
-        )
+    is_next = step == index.num_steps and (manifest.steps is None or step < manifest.steps)
+    expect(is_next, where, f"step {index.num_steps} of {manifest.steps}", step)
     own, counts = StepLines(), []
     for line, place in members:
         if line["step"] != step:
@@ -292,10 +291,8 @@ def _close_step(index: RankIndex, members: list, fields: dict, manifest: Manifes
         own = index.lines[other]
     stated: Any = fields.get("counts", counts)
     if isinstance(stated, list):
-        if len(stated) != len(own.counted):
-            raise RecordingError(
-                f"{where}: expected {len(own.counted)} counts of optimizer steps, got {len(stated)}; record again"
-            )
+        num = len(own.counted)
+        expect(len(stated) == num, where, f"{num} counts of optimizer steps", len(stated))
         stated = tuple(stated)
     if own.counted:
         index.counts[step] = stated
@@ -320,18 +317,12 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
             if backwards := fields.get("backwards"):
                 index.backwards[step] = tuple((forwards, loss) for forwards, loss in backwards)
         case "batch":
-            ids = fields["sample_ids"]
-            if not all(type(i) is int for i in ids):
-                raise RecordingError(
-                    f"{where}: expected sample ids that are ints, got {quote(ids)}; record the run again"
-                )
-            inputs = fields.get("inputs", [])
-            if type(inputs) is not list or not all(
+            ids, inputs = fields["sample_ids"], fields.get("inputs", [])
+            expect(all(type(i) is int for i in ids), where, "sample ids that are ints", ids)
+            are_pairs = type(inputs) is list and all(
                 type(each) is list and list(map(type, each)) == [int, int] for each in inputs
-            ):
-                raise RecordingError(
-                    f"{where}: expected two ints for each array of the batch, got {quote(inputs)}; record the run again"
-                )
+            )
+            expect(are_pairs, where, "two ints for each array of the batch", inputs)
             index.batches[step] = Batch(fields["digest"], tuple(ids), tuple((rows, order) for rows, order in inputs))
         case "collective":
             own.collectives.append(_event(fields["collective"], where))
@@ -340,49 +331,38 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
         case "disagreement":
             if fields["phase"] in event_format.TENSOR_USES:
                 _check_param(fields, manifest, where)
-            elif fields["phase"] != event_format.FORWARD or fields["use"] not in (
-                event_format.INPUT,
-                event_format.OUTPUT,
-            ):
-                raise RecordingError(
-                    f"{where}: expected the phase of a tensor or an activation, got {quote(fields['phase'])}; record again"
-                )
+            else:
+                is_activation = fields["phase"] == event_format.FORWARD and fields["use"] in (INPUT, OUTPUT)
+                expect(is_activation, where, "the phase of a tensor or an activation", fields["phase"])
             stated = ("step", "phase", "unit", "name", "use", "difference", "axis")
             found = UnequalRanks(**{name: fields[name] for name in stated}, ranks=tuple(fields["ranks"]))
             index.disagreements.append(found)
         case "count":
             _check_param(fields, manifest, where)
-            if fields["name"] in own.counted:
-                raise RecordingError(
-                    f"{where}: the count of {quote(fields['name'])} occurs twice in step {step}; record again"
-                )
-            own.counted[fields["name"]] = len(own.counted)
+            _add(own.counted, fields["name"], len(own.counted), f"the count of {quote(fields['name'])}", step, where)
         case "activation":
             _check_activation(fields, manifest, where)
             at = (fields["microbatch"], fields["name"], fields["use"])
-            if at in own.activations:
-                raise RecordingError(
-                    f"{where}: the {at[2]} of {quote(at[1])} occurs twice in step {step}; record again"
-                )
-            own.activations[at] = fields
+            _add(own.activations, at, fields, f"the {at[2]} of {quote(at[1])}", step, where)
             own.add_bytes(event_format.activation_key(at[2], at[0], at[1]), math.prod(fields["shape"]), fields)
         case "buffer":
             _check_buffer(fields, manifest, step, where)
             of = (fields["name"], fields["use"])
-            if of in own.buffers:
-                raise RecordingError(f"{where}: buffer {quote(of[0])} occurs twice in step {step}; record again")
-            own.buffers[of] = fields
+            _add(own.buffers, of, fields, f"buffer {quote(of[0])}", step, where)
             own.add_bytes(event_format.tensor_key(event_format.BUFFERS, *of), math.prod(fields["shape"]), fields)
         case "tensor":
             _check_tensor(fields, manifest, where)
             slot = fields["use"] if fields["phase"] == event_format.STATE else ""
             key = (fields["phase"], fields["name"], slot)
-            if key in own.tensors:
-                raise RecordingError(
-                    f"{where}: {key[0]!r} of {quote(key[1])} occurs twice in step {step}; record again"
-                )
-            own.tensors[key] = fields
+            _add(own.tensors, key, fields, f"{key[0]!r} of {quote(key[1])}", step, where)
             own.add_bytes(event_format.tensor_key(*key), fields["stop"] - fields["start"], fields)
+
+
+def _add(found: dict[Any, Any], key: Any, value: Any, what: str, step: int, where: str) -> None:
+    """Add what a step has once."""
+    if key in found:
+        raise RecordingError(f"{where}: {what} occurs twice in step {step}; record again")
+    found[key] = value
 
 
 def _event(fields: dict[str, Any], where: str) -> Event:
@@ -393,8 +373,8 @@ def _event(fields: dict[str, Any], where: str) -> Event:
                 f"{where}: field {name!r} of a collective: expected {kind.__name__}, got {quote(fields.get(name))}"
             )
     numbers = [fields["num_bytes"], *fields["group"], fields.get("microbatch", 0), fields.get("bucket", 0)]
-    if not all(type(number) is int and 0 <= number < OVERFLOW for number in numbers):
-        raise RecordingError(f"{where}: expected bytes and ranks as ints of at least 0, got {quote(fields)}")
+    are_sizes = all(type(number) is int and 0 <= number < OVERFLOW for number in numbers)
+    expect(are_sizes, where, "bytes and ranks as ints of at least 0", fields)
     return Event.from_json(fields)
 
 
@@ -408,10 +388,7 @@ def _check_param(fields: dict[str, Any], manifest: Manifest, where: str) -> None
 def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     name, phase, start, stop = fields["name"], fields["phase"], fields["start"], fields["stop"]
     _check_param(fields, manifest, where)
-    if phase not in event_format.TENSOR_USES:
-        raise RecordingError(
-            f"{where}: expected a phase among {list(event_format.TENSOR_USES)}, got {quote(phase)}; record again"
-        )
+    expect(phase in event_format.TENSOR_USES, where, _PHASES, phase)
     numel = manifest.params[name].numel
     whole = phase in event_format.WHOLE_ON_RANK
     if not 0 <= start < stop <= numel or (whole and stop - start != numel):
@@ -423,13 +400,12 @@ def _check_tensor(fields: dict[str, Any], manifest: Manifest, where: str) -> Non
 
 def _check_activation(fields: dict[str, Any], manifest: Manifest, where: str) -> None:
     use = fields["use"]
-    if use not in (event_format.INPUT, event_format.OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
+    if use not in (INPUT, OUTPUT) or fields["unit"] != manifest.maker(fields["name"], use):
         raise RecordingError(
             f"{where}: an activation {quote(use)} of unit {quote(fields['unit'])}: the manifest has no such activation"
         )
     shape, order = fields["shape"], fields["order"]
-    if not _is_shape(shape) or fields["microbatch"] < 0:
-        raise RecordingError(f"{where}: expected a shape and a microbatch, got {quote(shape)}; record again")
+    expect(_is_shape(shape) and fields["microbatch"] >= 0, where, "a shape and a microbatch", shape)
     if order not in list(Order) or (order != Order.TORCH and len(shape) < LEAST_DIMS):
         raise RecordingError(
             f"{where}: expected an order among {[each.value for each in Order]}, and {Order.TORCH.value!r} below {LEAST_DIMS} "
@@ -445,8 +421,7 @@ def _check_buffer(fields: dict[str, Any], manifest: Manifest, step: int, where: 
             f"{where}: a buffer {quote(fields['use'])} of unit {quote(fields['unit'])}: expected one of {list(uses)}, of the "
             f"unit that has {quote(fields['name'])}; record again"
         )
-    if not _is_shape(fields["shape"]):
-        raise RecordingError(f"{where}: expected the shape of a buffer, got {quote(fields['shape'])}; record again")
+    expect(_is_shape(fields["shape"]), where, "the shape of a buffer", fields["shape"])
     _check_dtype(fields, where)
 
 

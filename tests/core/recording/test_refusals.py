@@ -261,9 +261,9 @@ def test_a_line_that_stands_twice(directory, event, what):
     [
         (
             ("forward", "", "block", "gradient"),
-            "expected the phase of a tensor or an activation, got 'forward'; record again",
+            "expected the phase of a tensor or an activation, got 'forward'",
         ),
-        (("loss", "", "block", "output"), "expected the phase of a tensor or an activation, got 'loss'; record again"),
+        (("loss", "", "block", "output"), "expected the phase of a tensor or an activation, got 'loss'"),
         (("reduce", "block", "block.v", "reduced_grad"), "the manifest has no parameter 'block.v'"),
     ],
 )
