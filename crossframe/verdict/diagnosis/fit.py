@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossframe.dtypes import FLOATING, unit_roundoff
+from crossframe.dtypes import FLOATING, numpy_dtype, unit_roundoff
 from crossframe.verdict.measure.metrics import distance, norm
 
 SIGNATURES = (
@@ -46,6 +46,7 @@ SIGNATURES = (
     "other_batches",
 )
 """Every signature, the more specific first."""
+TINY = np.finfo(np.float64).tiny
 PLAIN = "factor"
 """The claim that the whole quantity is a multiple of the other side."""
 
@@ -116,6 +117,11 @@ def factor_between(x: np.ndarray, y: np.ndarray) -> float:
 def roundoff_of(array: np.ndarray) -> float:
     """The unit roundoff of an array's dtype; 0 for integers."""
     return unit_roundoff(array.dtype.name) if array.dtype.name in FLOATING else 0.0
+
+
+def rounded_in(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Values that a kernel computes in float32 and rounds to a coarser dtype, in float64."""
+    return array.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
 
 
 def sum_roundoff(terms: int, roundoff: float) -> float:

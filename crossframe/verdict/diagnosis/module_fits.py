@@ -1,18 +1,17 @@
 """Fits differences within a module: the epsilon of a norm, the activation function, dropout, a transposed kernel."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from crossframe.alignment.elementwise import gelu_by_tanh, relu, silu
 from crossframe.dtypes import numpy_dtype, unit_roundoff
-from crossframe.verdict.diagnosis.fit import Contrast, accepted
+from crossframe.verdict.diagnosis.fit import TINY, Contrast, accepted, factor_between, rounded_in
 from crossframe.verdict.measure.metrics import distance, norm
 
 _SAMPLE = 4096
-TINY = np.finfo(np.float64).tiny
 ERF_GELU, TANH_GELU = "x Phi(x) by erf", "x Phi(x) by tanh"
 
 
@@ -39,6 +38,11 @@ class Normed:
             return weight
         shape = [weight.size if dim == self.weight_dim else 1 for dim in range(ndim)]
         return self.split(weight.reshape(shape))
+
+    def centred_and_square(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """An input, split into groups, as it is divided by the root, and its mean square."""
+        centred = x - x.mean(axis=self.dims, keepdims=True) if self.centred else x
+        return centred, np.square(centred).mean(axis=self.dims, keepdims=True)
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,11 @@ class Epsilons:
     residual: float
 
 
-def norm_kinds(shape: Sequence[int], weight: Sequence[int]) -> Iterator[Normed]:
+def norm_kinds(shape: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[Normed]:
     """The kinds of norms that match the shape of a weight: layer norm and RMS norm over the last dims or over channels, batch
     norm over all other dims, group norm and instance norm over the channels of a group in each sample."""
     dims, numel = tuple(range(len(shape))), math.prod(weight)
-    if len(shape) > len(weight) > 0 and tuple(shape[-len(weight) :]) == tuple(weight):
+    if len(shape) > len(weight) and shape[-len(weight) :] == weight:
         yield Normed("layer norm", dims[-len(weight) :], True, dims[-1])
         yield Normed("RMS norm", dims[-len(weight) :], False, dims[-1])
     if len(shape) >= 2 and shape[1] == numel:
@@ -79,18 +83,12 @@ def norm_kinds(shape: Sequence[int], weight: Sequence[int]) -> Iterator[Normed]:
         if len(shape) > 3:
             yield Normed("layer norm over channels", (1,), True, 1)
             yield Normed("RMS norm over channels", (1,), False, 1)
-        for groups in (each for each in range(1, numel + 1) if numel % each == 0):
-            if groups < numel or len(shape) > 2:
+        for groups in range(1, numel + 1):
+            if numel % groups == 0 and (groups < numel or len(shape) > 2):
                 text = (
                     "instance norm" if groups == numel else f"group norm of {groups} group{'s' if groups > 1 else ''}"
                 )
                 yield Normed(text, (2, *(dim + 1 for dim in dims[2:])), True, 1, groups)
-
-
-def _kinds_of(sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], weight: np.ndarray) -> Iterator[Normed]:
-    """`norm_kinds` of an output; none if its input has another shape, as that of a block that begins with a convolution."""
-    if all(given.shape == sides.right.shape for given in inputs):
-        yield from norm_kinds(sides.right.shape, weight.shape)
 
 
 def norm_epsilons(
@@ -109,18 +107,35 @@ def norm_epsilons(
         inputs: of the right and the wrong side.
         roundoff: unit roundoff of the output's dtype.
     """
-    for kind in _kinds_of(sides, inputs, weight):
+    return _epsilons(sides, inputs, weight, bias, lambda *side: one_side(*side, roundoff))
+
+
+def _epsilons(
+    sides: Contrast,
+    inputs: tuple[np.ndarray, np.ndarray],
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    epsilon_of: Callable[..., tuple[Epsilon, float] | None],
+) -> Epsilons | None:
+    """The epsilons of the first kind of norm that explains both sides with different ones.
+
+    Args:
+        epsilon_of: the epsilon and the residual of one side, from (kind, x, y, w, b); None if no epsilon explains it.
+    """
+    if any(given.shape != sides.right.shape for given in inputs):
+        return None  # not the input of a norm, as that of a block that begins with a convolution
+    for kind in norm_kinds(sides.right.shape, weight.shape):
         ndim = sides.right.ndim
         w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
         right, wrong = (
-            one_side(kind, kind.split(x), kind.split(y), w, b, roundoff)
+            epsilon_of(kind, kind.split(x), kind.split(y), w, b)
             for x, y in zip(inputs, (sides.right, sides.wrong), strict=True)
         )
         if right is None or wrong is None:
             continue
         (first, _), (second, residual) = right, wrong
-        same = first.under_root == second.under_root and first.value == second.value
-        if accepted(residual, sides.difference, math.inf) and not same:
+        same = (first.under_root, first.value) == (second.under_root, second.value)
+        if not same and accepted(residual, sides.difference, math.inf):
             return Epsilons(kind.text, first, second, residual)
     return None
 
@@ -144,37 +159,27 @@ def rounded_epsilons(
     compute in float32 and round the result, with the weight applied before or after that.
     """
 
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)
+    def epsilon_of(
+        kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float
+    ) -> tuple[Epsilon, float] | None:
+        centred, square = kind.centred_and_square(x)
+        fits = []
+        for epsilon in _USUAL:
+            normed = centred / _below(square, epsilon, under_root=True)
+            for value in (normed * w + b, rounded_in(normed, dtype) * w + b):
+                value = rounded_in(value, dtype)
+                fits.append((float((value == y).mean()), epsilon, distance(value, y)))
+        share, epsilon, residual = max(fits)
+        return (Epsilon(epsilon, 0.0, True), residual) if share >= _ALIKE else None
 
-    for kind in _kinds_of(sides, inputs, weight):
-        ndim = sides.right.ndim
-        w, b = kind.broadcast(weight, ndim), 0.0 if bias is None else kind.broadcast(bias, ndim)
-        found: list[tuple[float, float] | None] = []
-        for x, y in zip(map(kind.split, inputs), map(kind.split, (sides.right, sides.wrong)), strict=True):
-            centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
-            square = np.square(centred).mean(axis=kind.dims, keepdims=True)
-            fits = []
-            for epsilon in _USUAL:
-                normed = centred / _below(square, epsilon, under_root=True)
-                for value in (rounded(normed * w + b), rounded(rounded(normed) * w + b)):
-                    fits.append((float((value == y).mean()), epsilon, distance(value, y)))
-            share, epsilon, residual = max(fits)
-            found.append((epsilon, residual) if share >= _ALIKE else None)
-        right, wrong = found
-        if right is None or wrong is None or right[0] == wrong[0]:
-            continue
-        if accepted(wrong[1], sides.difference, math.inf):
-            return Epsilons(kind.text, Epsilon(right[0], 0.0, True), Epsilon(wrong[0], 0.0, True), wrong[1])
-    return None
+    return _epsilons(sides, inputs, weight, bias, epsilon_of)
 
 
 def one_side(
     kind: Normed, x: np.ndarray, y: np.ndarray, w: np.ndarray, b: np.ndarray | float, roundoff: float
 ) -> tuple[Epsilon, float] | None:
     """The epsilon of one side and its residual; None if the residual exceeds rounding."""
-    centred = x - x.mean(axis=kind.dims, keepdims=True) if kind.centred else x
-    square = np.square(centred).mean(axis=kind.dims, keepdims=True)
+    centred, square = kind.centred_and_square(x)
     for under_root in (True, False):
         value, steep = _epsilon_of(y - b, centred * w, square, under_root)
         below = _below(square, value, under_root)
@@ -210,13 +215,7 @@ def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray, under_
     return epsilon, steep
 
 
-def _elementwise(function: Callable[[float], float]) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda x: np.vectorize(function, otypes=[np.float64])(x) if x.size else x
-
-
-_erf = _elementwise(math.erf)
-
-
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     ERF_GELU: lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     TANH_GELU: gelu_by_tanh,
@@ -255,28 +254,19 @@ def functions_of(
         dtype: dtype of the sides. Kernels compute in a wider dtype and round once, so their results are predicted bitwise, which
             distinguishes functions that differ by less than rounding.
     """
-    names, residuals = [], []
-    error = 0.0
-    if inputs[0].size > _SAMPLE:
-        # The residual of a sample of elements is a lower bound on that of all elements.
-        some = tuple(x.reshape(-1)[:_SAMPLE] for x in inputs)
-        gated = tuple(x.reshape(-1)[:_SAMPLE] for x in gates) if gates else None
-        tolerance = max(12 * roundoff * norm(inputs[0] * (gates[0] if gates else 1.0)), sides.limit)
-        part = sides.right.reshape(-1)[:_SAMPLE]
-        least = min(_distance(part, f(some[0]) * (gated[0] if gated else 1.0), dtype) for f in FUNCTIONS.values())
-        if least > tolerance:
-            return None
-    for i, side in enumerate((sides.right, sides.wrong)):
-        gate = gates[i] if gates else 1.0
-        error = 12 * roundoff * norm(inputs[i] * gate)
-        tolerance = max(error, sides.limit)
-        left = {name: _distance(side, function(inputs[i]) * gate, dtype) for name, function in FUNCTIONS.items()}
-        name = min(left, key=left.__getitem__)
-        if not accepted(left[name], sides.difference, tolerance):
-            return None
-        names.append(name)
-        residuals.append(left[name])
-    return Functions(names[0], names[1], residuals[1], error) if names[0] != names[1] else None
+    found: list[tuple[str, float, float]] = []
+    for side, x, gate in zip((sides.right, sides.wrong), inputs, gates or np.ones(2), strict=True):
+        gate = np.broadcast_to(gate, x.shape)
+        error = 12 * roundoff * norm(x * gate)
+        for size in sorted({min(_SAMPLE, x.size), x.size}):  # a sample shows in less time that no function fits
+            y, given, times = (each.reshape(-1)[:size] for each in (side, x, gate))
+            left = {name: _distance(y, function(given) * times, dtype) for name, function in FUNCTIONS.items()}
+            name = min(left, key=left.__getitem__)
+            if not accepted(left[name], sides.difference, max(error, sides.limit)):
+                return None
+        found.append((name, left[name], error))
+    (first, *_), (second, residual, error) = found
+    return Functions(first, second, residual, error) if first != second else None
 
 
 def _distance(side: np.ndarray, predicted: np.ndarray, dtype: str) -> float:
@@ -293,7 +283,6 @@ class Dropped:
     factor: float
     numel: int
     residual: float
-    both: bool = False
 
 
 def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | None:
@@ -310,15 +299,14 @@ def dropout_of(sides: Contrast, through: np.ndarray | None = None) -> Dropped | 
     total = int(occurs.sum())
     if total < 8:
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        grown = np.where(occurs, apart / np.where(occurs, x, 1.0), 0.0)
+    grown = apart / np.where(occurs, x, 1.0)
     away = occurs & (grown < -0.5)
     kept = occurs & ~away
     share = float(away.sum() / total)
     if not 0 < share < 1:
         return None
     factor = 1 + float(np.median(grown[kept]))
-    predicted = sides.right + x * np.where(away, -1.0, np.where(kept, factor - 1, 0.0))
+    predicted = sides.right + x * np.where(away, -1.0, factor - 1)
     tolerance = max(1.0, factor) * sides.limit + 8 * sides.roundoff * norm(sides.wrong)
     residual = sides.residual(predicted)
     if not accepted(residual, sides.difference, tolerance):
@@ -349,7 +337,7 @@ def two_masks_of(sides: Contrast) -> Dropped | None:
     share = sum(shares) / 2
     expected, luck = 2 * share * (1 - share), 5 * math.sqrt(0.25 / x.size)
     alike = abs(only / x.size - expected) <= luck and abs(shares[0] - shares[1]) <= 2 * luck
-    return Dropped(share, 1 / (1 - share), x.size, residual, both=True) if alike and share > 0 else None
+    return Dropped(share, 1 / (1 - share), x.size, residual) if alike else None
 
 
 def kernel_reordered(
@@ -359,16 +347,16 @@ def kernel_reordered(
 
     A sum of n products has an error of at most n u times the sum of their magnitudes (Higham, section 4.2).
     """
-    say = _times if weight.ndim == 2 else _with_bias_of_channels
-    tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(
-        _or_nothing(say(np.abs(inputs[1]), np.abs(weight), None if bias is None else np.abs(bias)))
-    )
-    right = say(inputs[0], weight, bias)
-    if right is None or right.shape != sides.right.shape or distance(sides.right, right) > tolerance:
+    right = _output(inputs[0], weight, bias)
+    if right.shape != sides.right.shape:
+        return None
+    magnitude = _output(np.abs(inputs[1]), np.abs(weight), None if bias is None else np.abs(bias))
+    tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(magnitude)
+    if distance(sides.right, right) > tolerance:
         return None
     for text, other in _kernels(weight):
-        wrong = say(inputs[1], other, bias)
-        if wrong is not None and wrong.shape == sides.wrong.shape:
+        wrong = _output(inputs[1], other, bias)
+        if wrong.shape == sides.wrong.shape:
             residual = distance(sides.wrong, wrong)
             if accepted(residual, sides.difference, tolerance):
                 return text, residual
@@ -384,17 +372,12 @@ def _kernels(weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield "with channels and spatial dims exchanged", weight.transpose(1, 0, 3, 2)
 
 
-def _times(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray | None:
-    return x @ weight.T + (0.0 if bias is None else bias) if x.ndim and x.shape[-1] == weight.shape[1] else None
-
-
-def _with_bias_of_channels(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray | None:
+def _output(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """The output of a linear map or of a convolution; without elements if the input has another shape."""
+    if weight.ndim == 2:
+        return x @ weight.T + (0.0 if bias is None else bias) if x.shape[-1:] == weight.shape[1:] else np.zeros(0)
     found = convolved(x, weight)
-    return found if found is None or bias is None else found + bias[:, None, None]
-
-
-def _or_nothing(array: np.ndarray | None) -> np.ndarray:
-    return np.zeros(0) if array is None else array
+    return np.zeros(0) if found is None else found + (0.0 if bias is None else bias[:, None, None])
 
 
 @dataclass(frozen=True)
@@ -408,13 +391,12 @@ class Branch:
 
 def branch_of(sides: Contrast, through: np.ndarray) -> Branch | None:
     """Fit the c of wrong = right + (c - 1) * branch; None if this does not explain the difference."""
-    size = norm(through)
-    if not size or not math.isfinite(size):
-        return None
-    more = float(((sides.wrong - sides.right).reshape(-1) @ (through.reshape(-1) / size)) / size)
+    more = factor_between(through, sides.wrong - sides.right)
     tolerance = sides.limit * (1 + abs(more)) + 4 * sides.roundoff * norm(sides.wrong)
     residual = sides.residual(sides.right + more * through)
-    return Branch(1 + more, tolerance / size, residual) if accepted(residual, sides.difference, tolerance) else None
+    if not accepted(residual, sides.difference, tolerance):
+        return None
+    return Branch(1 + more, tolerance / norm(through), residual)
 
 
 _STRIDES = (1, 2, 3, 4)
@@ -427,25 +409,33 @@ def paddings_of(
 
     The tolerance is that of `kernel_reordered`.
     """
-    if not all(x.ndim == 4 and weight.ndim == 4 and x.shape[1] == weight.shape[1] for x in inputs):
+    if not sides.right.ndim == weight.ndim == 4 or not all(
+        x.ndim == 4 and x.shape[1] == weight.shape[1] for x in inputs
+    ):
         return None
     size = max(weight.shape[2:])
     added = 0.0 if bias is None else bias[:, None, None]
     maps = [_correlated(x, weight, (size - 1,) * 2) + added for x in inputs]
     magnitude = _correlated(np.abs(inputs[0]), np.abs(weight), (size - 1,) * 2) + np.abs(added)
+
+    def padding_of(side: np.ndarray, whole: np.ndarray, stride: int) -> tuple[float, int] | None:
+        """(residual, zeros before each dim) of one side."""
+        fits = []
+        for padding in range(size):
+            places = slice(size - 1 - padding, None, stride)
+            values, terms = (
+                each[:, :, places, places][:, :, : side.shape[2], : side.shape[3]] for each in (whole, magnitude)
+            )
+            if values.shape == side.shape:
+                tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(terms)
+                fits.append((distance(side, values), padding, tolerance))
+        residual, padding, tolerance = min(fits, default=(math.inf, 0, 0.0))
+        return (residual, padding) if accepted(residual, sides.difference, tolerance) else None
+
     for stride in _STRIDES:
-        found: list[tuple[int, float] | None] = []
-        for whole, side in zip(maps, (sides.right, sides.wrong), strict=True):
-            fits = []
-            for padding in range(size):
-                values, terms = (_every(each, size - 1 - padding, stride, side.shape) for each in (whole, magnitude))
-                if values is not None and terms is not None:
-                    tolerance = sides.limit + (weight[0].size + 2) * roundoff * norm(terms)
-                    fits.append((distance(side, values), padding, tolerance))
-            residual, padding, tolerance = min(fits, default=(math.inf, 0, 0.0))
-            found.append((padding, residual) if accepted(residual, sides.difference, tolerance) else None)
-        if found[0] is not None and found[1] is not None and found[0][0] != found[1][0]:
-            return stride, (found[0][0], found[1][0]), found[1][1]
+        right, wrong = map(padding_of, (sides.right, sides.wrong), maps, (stride, stride))
+        if right is not None and wrong is not None and right[1] != wrong[1]:
+            return stride, (right[1], wrong[1]), wrong[0]
     return None
 
 
@@ -454,14 +444,6 @@ def _correlated(x: np.ndarray, weight: np.ndarray, zeros: tuple[int, ...]) -> np
     padded = np.pad(x, ((0, 0), (0, 0), *((count, count) for count in zeros)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, weight.shape[2:], axis=(2, 3))
     return np.einsum("bihwyx,oiyx->bohw", windows, weight, optimize=True)
-
-
-def _every(whole: np.ndarray, start: int, stride: int, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Every `stride`-th position from `start` on, for an output of this shape; None if there are not enough."""
-    found = whole[:, :, start::stride, start::stride]
-    if len(shape) != 4 or found.shape[:2] != shape[:2] or found.shape[2] < shape[2] or found.shape[3] < shape[3]:
-        return None
-    return found[:, :, : shape[2], : shape[3]]
 
 
 def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
@@ -473,11 +455,9 @@ def convolved(x: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
     [[6.0, 6.0], [6.0, 6.0]]
     """
     if (
-        x.ndim != 4
-        or weight.ndim != 4
+        not x.ndim == weight.ndim == 4
         or x.shape[1] != weight.shape[1]
-        or weight.shape[2] % 2 == 0
-        or weight.shape[3] % 2 == 0
+        or not all(size % 2 for size in weight.shape[2:])
     ):
         return None
     return _correlated(x, weight, tuple(size // 2 for size in weight.shape[2:]))
