@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.dtypes import numpy_dtype
-from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, sum_roundoff
+from crossframe.verdict.diagnosis.fit import TINY, Contrast, accepted, rounded_in, sum_roundoff
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_ELEMENTS = 1 << 20
 MOST_KEYS = 128
 """The largest number of keys for which masked keys are looked for."""
+MOST_HEADS = 64
 SCREENED = 2
 """The number of samples that must agree before all samples are computed."""
 _ROTARY = ((0.0, False), (1e4, False), (1e4, True), (5e5, False), (1e6, False))
@@ -90,25 +90,24 @@ class Attention:
         )
         if self.base:
             q, k = (_rotated(x, self.base, self.adjacent) for x in (q, k))
-        if self.heads != self.groups:
-            k, v = (np.repeat(x, self.heads // self.groups, axis=1) for x in (k, v))
+        k, v = (np.repeat(x, self.heads // self.groups, axis=1) for x in (k, v))
         scores = self.factor * (q @ k.swapaxes(2, 3))
         if self.cap:
             scores = self.cap * np.tanh(scores / self.cap)
         if self.scores_in:
-            scores = _cast(scores, self.scores_in)
+            scores = rounded_in(scores, self.scores_in)
         if self.causal:
             seen = np.tri(*scores.shape[2:], dtype=bool)
             if self.window:
-                seen = seen & ~np.tri(*scores.shape[2:], k=-self.window, dtype=bool)
+                seen = np.triu(seen, 1 - self.window)
             scores = np.where(seen, scores, -np.inf)
         if self.keys is not None:
             scores = np.where(self.keys[: len(scores), None, None], scores, -np.inf)
         top = scores.max(axis=-1, keepdims=True)
         shares = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
-        shares = shares / np.maximum(shares.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+        shares = shares / np.maximum(shares.sum(axis=-1, keepdims=True), TINY)
         if self.shares_in:
-            shares = _cast(shares, self.shares_in)
+            shares = rounded_in(shares, self.shares_in)
         y = (shares @ v).swapaxes(1, 2)
         y = y.reshape(*y.shape[:2], -1)
         return y if given.after is None else y @ given.after[0].T + given.after[1]
@@ -147,19 +146,14 @@ def attention_of(sides: Contrast, inputs: Sequence[Projections], roundoff: float
         inputs: of the right and the wrong side.
         roundoff: unit roundoff of the compute dtype.
     """
-    x = sides.right
-    if x.ndim != 3 or x.size > MOST_ELEMENTS or inputs[0].k.shape[1] < 2:
+    x, given = sides.right, inputs[0]
+    if given.k.shape[1] < 2:
         return None
-    for right in _structures(x, inputs[0]):
-        error = _error(x, inputs[0], right, roundoff)
-        found = _masked(x, inputs[0], right, error)
-        if found is not None:
-            return _change(sides, inputs, found, error)
-    for plain in _structures(x, inputs[0]):
-        error = _error(x, inputs[0], plain, roundoff)
-        found = None if plain.cap else _fitted(x, inputs[0], plain, error)
-        if found is not None:
-            return _change(sides, inputs, found, error)
+    for find in (_masked, _fitted):
+        for plain in _structures(x, given):
+            error = _error(x, given, plain, roundoff)
+            if (found := find(x, given, plain, error)) is not None:
+                return _change(sides, inputs[1], found, error)
     return None
 
 
@@ -172,20 +166,31 @@ def _error(x: np.ndarray, given: Projections, right: Attention, roundoff: float)
 
 def _structures(x: np.ndarray, given: Projections) -> Iterator[Attention]:
     """The ways in which queries of this width may attend, with the usual factor."""
-    wide, narrow = given.q.shape[-1], given.k.shape[-1]
+    wide, narrow, values = (each.shape[-1] for each in (given.q, given.k, given.v))
     square = given.q.shape[1] == given.k.shape[1]
-    for heads in [h for h in range(1, min(wide, 64) + 1) if wide % h == 0 and wide // h > 1]:
+    for heads in head_counts(wide):
         width = wide // heads
-        if narrow % width or heads % (narrow // width) or given.v.shape[-1] % (narrow // width):
+        groups = narrow // width
+        if narrow % width or heads % groups or values % groups:
             continue
-        if given.after is None and given.v.shape[-1] // (narrow // width) * heads != x.shape[-1]:
+        out = values // groups * heads if given.after is None else len(given.after[0])
+        if (*given.q.shape[:2], out) != x.shape:
             continue
-        plain = Attention(heads, narrow // width, True, 1 / math.sqrt(width))
+        plain = Attention(heads, groups, True, 1 / math.sqrt(width))
         for cap in _CAPS:
             for base, adjacent in _ROTARY:
                 if not base or (square and width % 2 == 0):
                     for causal in (True, False) if square else (False,):
                         yield replace(plain, causal=causal, base=base, adjacent=adjacent, cap=cap)
+
+
+def head_counts(width: int) -> list[int]:
+    """The numbers of heads with more than one element each.
+
+    >>> head_counts(12)
+    [1, 2, 3, 4, 6]
+    """
+    return [num for num in range(1, min(width // 2, MOST_HEADS) + 1) if width % num == 0]
 
 
 def _fitted(x: np.ndarray, given: Projections, plain: Attention, tolerance: float) -> Attention | None:
@@ -195,21 +200,22 @@ def _fitted(x: np.ndarray, given: Projections, plain: Attention, tolerance: floa
     keys: from all samples together these show both constants. Without a causal mask only a factor is fitted, without rotary
     positions.
     """
+    if plain.cap:
+        return None
     if plain.causal:
         few, start = given.until(2), x[:, :2]
-        if few.q.shape[1] < 2 or distance(start[:, :1], plain.of(few)[:, :1]) > tolerance:
+        if distance(start[:, :1], plain.of(few)[:, :1]) > tolerance:
             return None
         found = _constants(start, few, plain, capped=True)
         if distance(start, found.of(few)) > tolerance:
             return None
         found = _masked(x, given, found, tolerance)
     else:
-        few, start = given.first(SCREENED), x[:SCREENED]
-        even = replace(plain, factor=0.0).of(few)
-        if plain.base or even.shape != start.shape:
+        if plain.base:
             return None
+        few, start = given.first(SCREENED), x[:SCREENED]
         found = _constants(start, few, plain, capped=False)
-        if 2 * distance(start, found.of(few)) > distance(start, even):
+        if 2 * distance(start, found.of(few)) > distance(start, replace(plain, factor=0.0).of(few)):
             return None
     if found is None:
         return None
@@ -217,30 +223,34 @@ def _fitted(x: np.ndarray, given: Projections, plain: Attention, tolerance: floa
     return found if distance(x, found.of(given)) <= tolerance else None
 
 
-def _constants(y: np.ndarray, given: Projections, start: Attention, *, capped: bool) -> Attention:
-    """The best-fitting factor and cap of scores, by a coarse search followed by Gauss-Newton.
+def _constants(
+    y: np.ndarray, given: Projections, start: Attention, *, capped: bool, seen: slice = slice(None)
+) -> Attention:
+    """The best-fitting factor and, if capped, cap of scores, by a coarse search followed by Gauss-Newton.
 
     The cap enters by the inverse of its square, in which attention without a cap is a regular point.
+
+    Args:
+        seen: the positions in y.
     """
 
     def made(constants: np.ndarray) -> Attention:
         cap = 1 / math.sqrt(constants[1]) if constants[1] > 1e-8 else 0.0
         return replace(start, factor=float(constants[0]), cap=cap)
 
-    def apart(constants: np.ndarray) -> float:
-        return distance(y, made(constants).of(given))
+    def of(constants: np.ndarray) -> np.ndarray:
+        return made(constants).of(given)[:, seen]
 
-    bends = (0.0, 4e-4, 0.01, 0.1, 1.0) if capped else (0.0,)
-    now = min(
-        (np.array([start.factor * 2.0**i, bend]) for i in range(-4, 5) for bend in bends if start.factor),
-        key=apart,
-    )
-    if start.cap:
-        now = min(now, np.array([start.factor, start.cap**-2]), key=apart)
+    def apart(constants: np.ndarray) -> float:
+        return distance(y, of(constants))
+
+    bends = {start.cap and start.cap**-2, *((0.0, 4e-4, 0.01, 0.1, 1.0) if capped else ())}
+    powers = range(-4, 5) if capped else range(-8, 9)
+    now = min((np.array([start.factor * 2.0**i, bend]) for i in powers for bend in bends), key=apart)
     for _ in range(30):
-        here = made(now).of(given)
+        here = of(now)
         steps = (1e-6 * now[0], 1e-6 * max(now[1], 1e-3))[: 1 + capped]
-        ways = [(made(now + h * np.eye(2)[i]).of(given) - here).reshape(-1) / h for i, h in enumerate(steps)]
+        ways = [(of(now + h * np.eye(2)[i]) - here).reshape(-1) / h for i, h in enumerate(steps)]
         moved = np.zeros(2)
         moved[: len(ways)] = np.linalg.lstsq(np.stack(ways, axis=1), (y - here).reshape(-1), rcond=None)[0]
         reached = np.array([max(now[0] + moved[0], now[0] / 4), max(now[1] + moved[1], now[1] / 8)])
@@ -253,8 +263,6 @@ def _constants(y: np.ndarray, given: Projections, start: Attention, *, capped: b
 def _masked(x: np.ndarray, given: Projections, right: Attention, tolerance: float) -> Attention | None:
     """The attention with the keys that it masks in each sample; None if it does not give x."""
     whole = right.of(given.first(SCREENED))
-    if whole.shape[1:] != x.shape[1:]:
-        return None
     if distance(x[:SCREENED], whole) <= tolerance and distance(x, right.of(given)) <= tolerance:
         return right
     if given.k.shape[1] > MOST_KEYS:
@@ -290,8 +298,8 @@ def _keys_of(x: np.ndarray, given: Projections, right: Attention, tolerance: flo
     num, places = given.k.shape[1], np.arange(given.k.shape[1])
     best, keys = np.full(len(x), np.inf), np.ones((len(x), num), bool)
     for count in range(num, 0, -1):
-        for seen in (places < count, places >= num - count) if count < num else (places >= 0,):
-            found = right if count == num else replace(right, keys=np.broadcast_to(seen, keys.shape))
+        for seen in (places < count, places >= num - count):
+            found = replace(right, keys=np.broadcast_to(seen, keys.shape))
             apart = _distances(x, found.of(given), found, seen)
             better = apart < best / 2  # a mask that changes nothing is none
             best, keys[better] = np.where(better, apart, best), seen
@@ -306,8 +314,8 @@ def _distances(x: np.ndarray, y: np.ndarray, found: Attention, seen: np.ndarray)
     return np.sqrt(np.square(apart).sum(axis=(1, 2)))
 
 
-def _change(sides: Contrast, inputs: Sequence[Projections], right: Attention, error: float) -> Change | None:
-    given, tolerance = inputs[1], error
+def _change(sides: Contrast, given: Projections, right: Attention, tolerance: float) -> Change | None:
+    """What the wrong side does otherwise with its projections; None if it does nothing otherwise, or something else."""
     seen = slice(None) if right.keys is None or not right.causal else slice(int(right.keys.argmax(axis=1).max()), None)
     part = Contrast(sides.right[:, seen], sides.wrong[:, seen], sides.limit, sides.roundoff)
 
@@ -317,18 +325,16 @@ def _change(sides: Contrast, inputs: Sequence[Projections], right: Attention, er
             Change(kind, right, wrong, residual, tolerance) if accepted(residual, part.difference, tolerance) else None
         )
 
-    scrambled = replace(right, scrambled=True)
-    if found := fits("scrambled", scrambled, given) if right.heads > 1 else None:
+    if fits("", right, given):
+        return None  # its projections differ
+    if found := fits("scrambled", replace(right, scrambled=True), given):
         return found
     if given.q.shape == given.k.shape and (found := fits("exchanged", right, given.exchanged())):
         return found
-    other = replace(right, causal=not right.causal, window=0)
-    if given.q.shape[1] == given.k.shape[1] and (found := fits("causal", other, given)):
-        return found
-    if right.keys is not None and (found := fits("keys", replace(right, keys=None), given)):
+    if found := fits("causal", replace(right, causal=not right.causal, window=0), given):
         return found
     if given.k.shape[1] <= MOST_KEYS:
-        keys = _keys_of(sides.wrong, given, replace(right, keys=None), tolerance)
+        keys = _keys_of(sides.wrong, given, right, tolerance)
         if keys is not None and (found := fits("keys", replace(right, keys=keys), given)):
             return found
     for low in _LOW:
@@ -339,30 +345,10 @@ def _change(sides: Contrast, inputs: Sequence[Projections], right: Attention, er
             share = float((apart <= tolerance / math.sqrt(apart.size)).mean())
             if share >= _ALIKE and 2 * norm(rows) <= part.difference:
                 return Change(low, right, wrong, norm(rows), tolerance)
-    factor = _factor(part.wrong, given, right, seen)
-    wrong = replace(right, factor=factor)
-    steep = distance(replace(wrong, factor=factor * (1 + 1e-4)).of(given)[:, seen], wrong.of(given)[:, seen]) / (
-        1e-4 * factor
-    )
-    found = fits("scale", wrong, given) if steep else None
-    return found and replace(found, uncertainty=tolerance / steep)
-
-
-def _factor(y: np.ndarray, given: Projections, right: Attention, seen: slice) -> float:
-    """The best-fitting factor, by a coarse search followed by Gauss-Newton."""
-
-    def of(factor: float) -> np.ndarray:
-        return replace(right, factor=factor).of(given)[:, seen]
-
-    best = min((right.factor * 2.0**i for i in np.arange(-8, 8.5, 0.5)), key=lambda factor: distance(y, of(factor)))
-    for _ in range(30):
-        now = of(best)
-        step = factor_between((of(best * (1 + 1e-6)) - now) / (1e-6 * best), y - now)
-        worse = not math.isfinite(step) or abs(step) <= 1e-13 * best or best + step <= 0
-        if worse or distance(y, of(best + step)) >= distance(y, now):
-            break
-        best += step
-    return best
+    wrong = _constants(part.wrong, given, right, capped=False, seen=seen)
+    steep = distance(replace(wrong, factor=wrong.factor * (1 + 1e-4)).of(given)[:, seen], wrong.of(given)[:, seen])
+    found = fits("scale", wrong, given)
+    return found and replace(found, uncertainty=tolerance * 1e-4 * wrong.factor / steep)
 
 
 def _rotated(x: np.ndarray, base: float, adjacent: bool) -> np.ndarray:
@@ -373,7 +359,3 @@ def _rotated(x: np.ndarray, base: float, adjacent: bool) -> np.ndarray:
     first, second = (x[..., 0::2], x[..., 1::2]) if adjacent else (x[..., : width // 2], x[..., width // 2 :])
     both = first * cosine - second * sine, second * cosine + first * sine
     return np.stack(both, axis=-1).reshape(x.shape) if adjacent else np.concatenate(both, axis=-1)
-
-
-def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.astype(np.float32).astype(numpy_dtype(dtype)).astype(np.float64)

@@ -15,6 +15,7 @@ from crossframe.verdict.diagnosis.attention_fits import (
     Change,
     Projections,
     attention_of,
+    head_counts,
 )
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
@@ -218,7 +219,7 @@ def _contained(both: Both, shape: tuple[int, ...]) -> Iterator[tuple[Projections
     cut = width + narrow
     first, second = (Projections(side[..., :width], side[..., width:cut], side[..., cut:]) for side in both)
     yield first, second
-    for heads in [h for h in range(2, min(width, 64) + 1) if narrow == width and width % h == 0 and width // h > 1]:
+    for heads in head_counts(width)[1:] if narrow == width else ():
         parts = [side.reshape(*side.shape[:2], heads, 3, -1) for side in both]
         q, k, v = ([part[..., i, :].reshape(shape) for part in parts] for i in range(3))
         first, second = (Projections(q[side], k[side], v[side]) for side in (0, 1))

@@ -404,6 +404,8 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     assert found is not None and found.kind == "scale" and abs(found.wrong.factor - 0.7) < 1e-9
     noise = Contrast.of(sides.right, sides.right + 1e-3 * drawn("noise", *sides.right.shape), 1e-12)
     assert attention_of(noise, (given, given), 2.0**-53) is None
+    other = replace(given, q=1.1 * q)  # with which the same attention gives another result
+    assert attention_of(Contrast.of(sides.right, right.of(other), 1e-12), (given, other), 2.0**-53) is None
 
 
 @pytest.mark.parametrize("num_keys", [2, MOST_KEYS])
