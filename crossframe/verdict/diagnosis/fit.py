@@ -14,6 +14,7 @@ hypotheses the most specific one is reported, otherwise the one with the smalles
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -46,6 +47,7 @@ SIGNATURES = (
     "other_batches",
 )
 """Every signature, the more specific first."""
+Key = TypeVar("Key", str, int)
 TINY = np.finfo(np.float64).tiny
 PLAIN = "factor"
 """The claim that the whole quantity is a multiple of the other side."""
@@ -101,6 +103,19 @@ def accepted(residual: float, difference: float, tolerance: float) -> bool:
     (True, False, False)
     """
     return residual <= tolerance and 2 * residual <= difference and difference > 0
+
+
+def first_accepted(
+    sides: Contrast, predictions: Iterable[tuple[Key, np.ndarray]], tolerance: float
+) -> tuple[Key, float] | None:
+    """(key, residual) of the first prediction of the wrong side that is accepted; those of other shapes are not."""
+    difference = sides.difference
+    for key, predicted in predictions:
+        if predicted.shape == sides.wrong.shape:
+            residual = sides.residual(predicted)
+            if accepted(residual, difference, tolerance):
+                return key, residual
+    return None
 
 
 def factor_between(x: np.ndarray, y: np.ndarray) -> float:

@@ -1,17 +1,14 @@
-"""Fits differences within a layer: positions, padding in a norm's mean, the weight of another layer."""
+"""Fits differences within a layer: positions, padding in a norm's mean or in pooling."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, is_uninformative, sum_roundoff
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between, first_accepted, is_uninformative
 from crossframe.verdict.diagnosis.module_fits import Normed, one_side
 from crossframe.verdict.measure.metrics import distance, norm
 
-Key = TypeVar("Key", str, int)
 MOST_ROWS = 4
 """The largest shift of positions that is tried."""
 MOST_PADDING = 64
@@ -32,10 +29,11 @@ def positions_off(sides: Contrast, table: np.ndarray) -> Positions | None:
 
     This holds for the output of a position embedding and sums that contain it. Two sums of two numbers round by 4 u of the
     result.
+
+    Args:
+        table: at least T rows.
     """
     x, y = sides.right, sides.wrong
-    if table.ndim != 2 or x.ndim < 2 or x.shape[-1] != table.shape[1] or not 1 < x.shape[-2] <= len(table):
-        return None
     length = x.shape[-2]
     for by in [sign * k for k in range(1, MOST_ROWS + 1) for sign in (1, -1)]:
         # The values used instead of rows outside the table are unknown.
@@ -73,7 +71,7 @@ def rows_off(sides: Contrast, table: np.ndarray) -> Rows | None:
     sides, as positions are and tokens are not, and shifted by the same number. The others, such as those of padding, may be any.
     """
     x, y = sides.right, sides.wrong
-    if table.ndim != 2 or x.ndim < 2 or x.shape[-1] != table.shape[1] or x.shape[-2] < 3 or x.shape != y.shape:
+    if x.shape[-2] < 3:
         return None
     where = {row.tobytes(): i for i, row in enumerate(table)}
     if len(where) < len(table):
@@ -126,13 +124,11 @@ def padded_norm(
         inputs: of the right and the wrong side.
     """
     x, y = inputs[1], sides.wrong
-    if x.ndim < 2 or x.shape[-1] != weight.size:
+    if x.shape != y.shape or x.shape[-1:] != (weight.size,):
         return None
-    numel, b = x.shape[-1], 0.0 if bias is None else bias
-    for kind in (
-        Normed("layer norm", (x.ndim - 1,), True, x.ndim - 1),
-        Normed("RMS norm", (x.ndim - 1,), False, x.ndim - 1),
-    ):
+    numel, b = weight.size, 0.0 if bias is None else bias
+    for text, centred in (("layer norm", True), ("RMS norm", False)):
+        kind = Normed(text, (x.ndim - 1,), centred, x.ndim - 1)
         right = one_side(kind, inputs[0], sides.right, weight, b, roundoff)
         if right is None or not right[0].under_root:
             continue
@@ -183,82 +179,21 @@ def pooled(sides: Contrast, inputs: tuple[np.ndarray, np.ndarray]) -> Pooled | N
     length = x.shape[1]
     number = np.arange(1, length + 1)[:, None]
     error = sides.limit + (length + 2) * sides.roundoff * norm(np.abs(x).mean(axis=1))
-    kinds = (
-        ("has the mean over {}", np.cumsum(x, axis=1) / number),
-        ("has the maximum over {}", np.maximum.accumulate(x, axis=1)),
-        ("has the last of {}", x),
-    )
-    for text, prefixes in kinds:
-        apart = np.sqrt(np.square(prefixes - sides.right[:, None]).sum(axis=-1))
+    ways = {
+        "has the mean over {}": lambda z: np.cumsum(z, axis=1) / number,
+        "has the maximum over {}": lambda z: np.maximum.accumulate(z, axis=1),
+        "has the last of {}": lambda z: z,
+    }
+    for text, prefixes in ways.items():
+        apart = np.sqrt(np.square(prefixes(x) - sides.right[:, None]).sum(axis=-1))
         last = length - 1 - apart[:, ::-1].argmin(axis=1)  # more positions may have the same maximum
         if norm(apart.min(axis=1)) > error or (last == length - 1).all():
             continue
         counted = int((last + 1).sum())
         seen = np.arange(length)[None, :, None] <= last[:, None, None]
-        instead = {
-            "mean": (
-                ("has the mean over {}", y.mean(axis=1)),
-                ("divides its sum by the number of {}", (y * seen).mean(axis=1)),
-            ),
-            "maximum": (("has the maximum over {}", y.max(axis=1)),),
-            "last": (("has the last of {}", y[:, -1]),),
-        }
-        for wrong, predicted in next(each for name, each in instead.items() if name in text):
-            if accepted(residual := sides.residual(predicted), sides.difference, error):
-                return Pooled(text, wrong, counted, last.size * length, residual, error)
+        instead = [(text, prefixes(y)[:, -1])]
+        if "mean" in text:
+            instead.append(("divides its sum by the number of {}", (y * seen).mean(axis=1)))
+        if found := first_accepted(sides, instead, error):
+            return Pooled(text, found[0], counted, last.size * length, found[1], error)
     return None
-
-
-def other_kernel(
-    sides: Contrast,
-    inputs: tuple[np.ndarray, np.ndarray],
-    own: tuple[np.ndarray, np.ndarray | None],
-    others: Mapping[Key, tuple[np.ndarray, np.ndarray | None]],
-    roundoff: float,
-) -> tuple[Key, float, float] | None:
-    """(key, residual, error) of the other module or step whose weight the wrong side uses; the right side uses its own.
-
-    Args:
-        own: weight of shape (out, in) and bias of this module.
-        others: the same of other modules by name, or of earlier steps.
-    """
-
-    def times(x: np.ndarray, pair: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
-        return x @ pair[0].T + (0.0 if pair[1] is None else pair[1])
-
-    weight, bias = own
-    if weight.ndim != 2 or inputs[0].shape[-1] != weight.shape[1] or sides.right.shape[-1] != weight.shape[0]:
-        return None
-    sizes = times(np.abs(inputs[1]), (np.abs(weight), None if bias is None else np.abs(bias)))
-    error = sum_roundoff(weight.shape[1], roundoff) * norm(sizes)
-    if distance(sides.right, times(inputs[0], own)) > error:
-        return None
-    return next(_explained(sides, {name: times(inputs[1], other) for name, other in others.items()}, error), None)
-
-
-def other_scale(
-    sides: Contrast,
-    inputs: tuple[np.ndarray, np.ndarray],
-    own: tuple[np.ndarray, np.ndarray | None],
-    others: Mapping[Key, tuple[np.ndarray, np.ndarray | None]],
-) -> tuple[Key, float, float] | None:
-    """`other_kernel` for a norm, whose weight multiplies the last dim. Both inputs must be equal."""
-    weight, bias = own
-    if weight.ndim != 1 or sides.right.shape[-1] != weight.size or not weight.all():
-        return None
-    normed = (sides.right - (0.0 if bias is None else bias)) / weight
-    predicted, error = {}, 0.0
-    for name, (theirs, shift) in others.items():
-        predicted[name] = normed * theirs + (0.0 if shift is None else shift)
-        error = max(error, sides.limit * (1 + float(np.abs(theirs / weight).max())))
-    if distance(*inputs) > error * norm(inputs[0]) / max(norm(sides.right), np.finfo(float).tiny):
-        return None
-    return next(_explained(sides, predicted, error + 8 * sides.roundoff * norm(sides.wrong)), None)
-
-
-def _explained(
-    sides: Contrast, predicted: Mapping[Key, np.ndarray], error: float
-) -> Iterator[tuple[Key, float, float]]:
-    for name, value in predicted.items():
-        if value.shape == sides.wrong.shape and accepted(residual := sides.residual(value), sides.difference, error):
-            yield name, residual, error

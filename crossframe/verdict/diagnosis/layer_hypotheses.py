@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,11 +17,10 @@ from crossframe.verdict.diagnosis.attention_fits import (
     head_counts,
 )
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
+from crossframe.verdict.diagnosis.fit import Claim, Fit, Key, accepted
+from crossframe.verdict.diagnosis.kernel_fits import Affine, other_kernel, other_scale
 from crossframe.verdict.diagnosis.layer_fits import (
     MOST_ROWS,
-    other_kernel,
-    other_scale,
     padded_norm,
     pooled,
     positions_off,
@@ -37,9 +35,6 @@ from crossframe.verdict.diagnosis.module_hypotheses import (
 )
 from crossframe.verdict.measure.metrics import distance
 
-Key = TypeVar("Key", str, int)
-Affine = tuple[np.ndarray, np.ndarray | None]
-"""Weight and bias of a module."""
 NEARBY = 8
 """The number of earlier activations that are tried as projections."""
 

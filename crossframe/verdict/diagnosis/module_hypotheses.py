@@ -9,6 +9,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit
+from crossframe.verdict.diagnosis.kernel_fits import kernel_reordered, paddings_of
 from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     TANH_GELU,
@@ -16,9 +17,7 @@ from crossframe.verdict.diagnosis.module_fits import (
     branch_of,
     dropout_of,
     functions_of,
-    kernel_reordered,
     norm_epsilons,
-    paddings_of,
     rounded_epsilons,
     two_masks_of,
 )

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Contrast, accepted, is_uninformative
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, first_accepted, is_uninformative
 from crossframe.verdict.measure.metrics import distance, norm
 
 MOST_SHIFT = 64
@@ -38,9 +38,10 @@ def transposition_of(sides: Contrast) -> Found | None:
     head width) with its parts exchanged.
     """
     x, y = sides.right, sides.wrong
-    if x.ndim == 0 or x.ndim > 4 or abs(norm(x) - norm(y)) > sides.limit + 1e-12 * norm(y):
+    if x.ndim > 4 or abs(norm(x) - norm(y)) > sides.limit + 1e-12 * norm(y):
         return None
-    return _first(sides, ((text, moved.reshape(x.shape)) for text, moved in reorderings(x)))
+    found = first_accepted(sides, ((text, moved.reshape(x.shape)) for text, moved in reorderings(x)), sides.limit)
+    return found and Found(*found)
 
 
 def reorderings(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -57,14 +58,6 @@ def reorderings(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
                 split = x.reshape(*x.shape[:dim], parts, size // parts, *x.shape[dim + 1 :])
                 swapped = np.swapaxes(split, dim, dim + 1)
                 yield f"dim {dim} read as {size // parts} x {parts} instead of {parts} x {size // parts}", swapped
-
-
-def _first(sides: Contrast, candidates: Iterator[tuple[str, np.ndarray]]) -> Found | None:
-    difference = sides.difference
-    for text, predicted in candidates:
-        if accepted(residual := sides.residual(predicted), difference, sides.limit):
-            return Found(text, residual)
-    return None
 
 
 def shift_of(
@@ -104,7 +97,8 @@ def same_as(sides: Contrast, candidates: Mapping[str, np.ndarray]) -> Found | No
         for name, array in candidates.items()
         if array.size == sides.wrong.size and not is_uninformative(array, 2 * sides.limit)
     )
-    return _first(sides, shaped)
+    found = first_accepted(sides, shaped, sides.limit)
+    return found and Found(*found)
 
 
 @dataclass(frozen=True)

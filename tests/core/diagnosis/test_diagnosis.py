@@ -27,17 +27,15 @@ from crossframe.verdict.diagnosis.fit import (
     roundoff_of,
     sum_roundoff,
 )
+from crossframe.verdict.diagnosis.kernel_fits import convolved, kernel_reordered, paddings_of
 from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     FUNCTIONS,
     TANH_GELU,
     branch_of,
-    convolved,
     dropout_of,
     functions_of,
-    kernel_reordered,
     norm_epsilons,
-    paddings_of,
     rounded_epsilons,
     two_masks_of,
 )

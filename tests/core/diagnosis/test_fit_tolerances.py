@@ -18,9 +18,8 @@ from crossframe.verdict.diagnosis.attention_fits import Attention, Projections, 
 from crossframe.verdict.diagnosis.factor_fits import factor_of, name_of
 from crossframe.verdict.diagnosis.factor_hypotheses import is_shifted
 from crossframe.verdict.diagnosis.fit import Contrast, best
+from crossframe.verdict.diagnosis.kernel_fits import convolved, kernel_reordered, other_kernel, other_scale, paddings_of
 from crossframe.verdict.diagnosis.layer_fits import (
-    other_kernel,
-    other_scale,
     padded_norm,
     pooled,
     positions_off,
@@ -30,13 +29,10 @@ from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
     FUNCTIONS,
     branch_of,
-    convolved,
     dropout_of,
     functions_of,
-    kernel_reordered,
     norm_epsilons,
     norm_kinds,
-    paddings_of,
     rounded_epsilons,
     two_masks_of,
 )
