@@ -44,6 +44,13 @@ def sum_error(grads: Sequence[np.ndarray], roundoff: float) -> float:
     return (len(grads) + 1) * roundoff * norm(magnitudes)
 
 
+def _terms(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float) -> tuple[np.ndarray, float] | None:
+    """(gradients as rows, bound on the rounding of their mean); None if the right side is not their mean."""
+    terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
+    error = sum_error(grads, max(sides.roundoff, roundoff))
+    return (terms, error) if distance(sides.right.reshape(-1), terms.mean(axis=0)) <= sides.limit + error else None
+
+
 def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float = 0.0) -> Absent | None:
     """The ranks whose local gradients are missing from a reduced gradient.
 
@@ -54,12 +61,9 @@ def absent_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float =
         grads: the local gradient of each rank, with the shape of the sides. The right side must be their mean.
         roundoff: unit roundoff of the reduce dtype, if coarser than that of the sides.
     """
-    num_ranks = len(grads)
-    terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
-    error = sum_error(grads, max(sides.roundoff, roundoff))
-    mean = terms.mean(axis=0)
-    if num_ranks < 2 or norm(sides.right.reshape(-1) - mean) > sides.limit + error:
+    if (known := _terms(sides, grads, roundoff)) is None:
         return None
+    (terms, error), num_ranks = known, len(grads)
     wrong = sides.wrong.reshape(-1)
     weights = np.linalg.lstsq(terms.T, wrong, rcond=None)[0]
     present = np.abs(weights) > np.abs(weights).max() / 2
@@ -101,16 +105,14 @@ def weighted_ranks(sides: Contrast, grads: Sequence[np.ndarray], roundoff: float
     Args:
         grads, roundoff: as for `absent_ranks`.
     """
-    num_ranks = len(grads)
-    terms = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in grads])
-    error = sum_error(grads, max(sides.roundoff, roundoff))
+    if (known := _terms(sides, grads, roundoff)) is None:
+        return None
+    (terms, error), num_ranks = known, len(grads)
     tolerance = sides.limit + error
-    if num_ranks < 2 or norm(sides.right.reshape(-1) - terms.mean(axis=0)) > tolerance:
-        return None
     weights, _, _, singular = np.linalg.lstsq(terms.T, sides.wrong.reshape(-1), rcond=None)
-    times = weights * num_ranks
-    if not singular.min(initial=np.inf) > 0:
+    if not singular.min() > 0:
         return None
+    times = weights * num_ranks
     residual, largest = norm(sides.wrong.reshape(-1) - weights @ terms), max(1.0, float(np.abs(times).max()))
     uncertainty = tolerance * largest * num_ranks / float(singular.min())
     found = Weighted(tuple(map(float, times)), uncertainty, residual, error * largest)
@@ -137,14 +139,12 @@ def mixed_ranks(
         own, theirs: the gradients of this parameter and of the other one on each rank, with the same number of elements.
         roundoff: as for `absent_ranks`.
     """
-    num_ranks = len(own)
-    ours = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own])
-    others = np.array([np.asarray(grad, np.float64).reshape(-1) for grad in theirs])
-    error = sum_error([*own, *theirs], max(sides.roundoff, roundoff))
-    if norm(sides.right.reshape(-1) - ours.mean(axis=0)) > sides.limit + error:
+    if (known := _terms(sides, own, roundoff)) is None:
         return None
+    ours, others = known[0], np.array([np.asarray(grad, np.float64).reshape(-1) for grad in theirs])
+    error = sum_error([*own, *theirs], max(sides.roundoff, roundoff))
     weights = np.linalg.lstsq(np.concatenate([ours, others]).T, sides.wrong.reshape(-1), rcond=None)[0]
-    swapped = weights[num_ranks:] > 0.5 / num_ranks
+    swapped = weights[len(own) :] > 0.5 / len(own)
     if not swapped.any() or any(is_uninformative(grad, 2 * sides.limit) for grad in others[swapped]):
         return None
     residual = norm(sides.wrong.reshape(-1) - np.where(swapped[:, None], others, ours).mean(axis=0))
@@ -179,9 +179,10 @@ def low_reduction(
     roundoff = max(sides.roundoff, roundoff)
     error, mean = 0.0, sides.right
     if grads:
-        error, mean = sum_error(grads, roundoff), np.mean([np.asarray(grad, np.float64) for grad in grads], axis=0)
-        if distance(sides.right, mean.reshape(sides.right.shape)) > sides.limit + error:
+        if (known := _terms(sides, grads, roundoff)) is None:
             return None
+        terms, error = known
+        mean = terms.mean(axis=0).reshape(sides.right.shape)
     for low in LOW:
         if unit_roundoff(low) <= roundoff:
             continue
@@ -211,8 +212,7 @@ def _of_few(array: np.ndarray, low: str, roundoff: float) -> float:
 
     Most sums of two values of the low dtype do; of other float32 values, about one in 2^6.
     """
-    values = np.asarray(array, np.float64).reshape(-1)
-    values = values[values != 0]
+    values = array[array != 0]
     if not values.size:
         return 0.0
     step = 2.0 ** (np.floor(np.log2(np.abs(values))) + 1) * unit_roundoff(low) ** 2
@@ -225,7 +225,6 @@ def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:
     >>> on_grid(np.array([1.0, 0.1, 0.0]), "bfloat16")
     0.5
     """
-    array = np.asarray(array, np.float64)
     values = array[array != 0]
     if not values.size:
         return 0.0
