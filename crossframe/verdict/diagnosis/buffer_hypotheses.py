@@ -24,15 +24,11 @@ def factor_of_change(case: Case) -> Iterator[Fit]:
     if case.swapped:
         return
     a, b = case.names
-    start, other = (_before(case, run) for run in (case.right, case.wrong))
-    start = start if start is not None and other is not None and distance(start, other) == 0.0 else None
-    texts: dict[str, np.ndarray | None] = {
-        f"the step changes the buffer {{:.6g}} times as much in {b} as in {a}": start
-    }
-    texts[f"{b} has {{:.6g}} times the values of {a}"] = np.zeros(case.both.right.shape)
-    for text, start in texts.items():
-        if start is None:
-            continue
+    changes = [(f"{b} has {{:.6g}} times the values of {a}", np.zeros(case.both.right.shape))]
+    before = case.in_both(lambda run: _before(case, run))
+    if before is not None and distance(*before) == 0.0:
+        changes.insert(0, (f"the step changes the buffer {{:.6g}} times as much in {b} as in {a}", before[0]))
+    for text, start in changes:
         moved = Contrast(case.both.right - start, case.both.wrong - start, case.limit)
         factor = factor_between(moved.right, moved.wrong)
         rounding = 4 * case.both.roundoff * (norm(start) + norm(case.both.right))

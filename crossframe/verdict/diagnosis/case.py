@@ -1,8 +1,9 @@
 """The input of a hypothesis: one differing quantity, and access to both recordings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from crossframe.recording.event_format import (
     INPUT,
     OUTPUT,
     PARAMETERS,
+    REDUCE,
     STATE,
     UNSHARDED,
     UPDATE,
@@ -25,6 +27,7 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.values import Side, activation_values, assemble, rank_values
 
+T = TypeVar("T")
 At = tuple[int, str, str]
 """An activation: (microbatch, module, use)."""
 
@@ -65,6 +68,11 @@ class Case:
         return self.quantity.parameter
 
     @property
+    def here(self) -> At:
+        """The activation."""
+        return self.quantity.microbatch, self.quantity.module, self.quantity.use
+
+    @property
     def whole(self) -> bool:
         """Whether all elements are to be explained and were recorded."""
         return self.start is None and not self.quantity.sketched
@@ -92,7 +100,7 @@ class Case:
         For an output, it is the quantity's own module. For an input, it is the module whose output it is on the right side, bit
         for bit, if the wrong side does not call that module but may call a function instead.
         """
-        here = (self.quantity.microbatch, self.quantity.module, self.quantity.use)
+        here = self.here
         if self.quantity.use == OUTPUT:
             return self.quantity.module
         order = self.right.activations(self.step)
@@ -121,17 +129,26 @@ class Case:
     def replica_of(self, recording: Recording) -> int:
         return self.replicas[0 if recording is self.right else 1]
 
+    def ranks(self, recording: Recording) -> Sequence[int]:
+        """The rank of the quantity, or all ranks."""
+        return range(recording.manifest.world_size) if self.quantity.rank is None else (self.quantity.rank,)
+
+    def in_both(self, read: Callable[[Recording], T | None]) -> tuple[T, T] | None:
+        """What is read from the right and the wrong recording; None if either has nothing."""
+        right, wrong = read(self.right), read(self.wrong)
+        return None if right is None or wrong is None else (right, wrong)
+
     # Recorded values; None if not recorded, or if only a sketch was recorded and elements are needed.
 
     def read(self, recording: Recording, phase: str, step: int, name: str, slot: str = "") -> np.ndarray | None:
         """A parameter, gradient or optimizer state entry assembled from shards: elements, or sums if sketches are compared."""
-        if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, use=slot):
+        if not recording.has(phase, step, name, use=slot):
             return None
         return self._values(name, assemble(recording, phase, step, name, slot, self.replica_of(recording)))
 
     def own(self, recording: Recording, phase: str, step: int, rank: int, name: str) -> np.ndarray | None:
         """A rank's own full tensor for a parameter."""
-        if step < 0 or step >= recording.num_steps or not recording.has(phase, step, name, rank):
+        if not recording.has(phase, step, name, rank):
             return None
         return self._values(name, rank_values(recording, phase, step, rank, name))
 
@@ -154,12 +171,17 @@ class Case:
             return self.read(recording, PARAMETERS, 0, name)
         return self.read(recording, UPDATE, step - 1, name)
 
-    def as_used(self, recording: Recording, name: str) -> np.ndarray | None:
-        """A parameter as the quantity's rank used it in this step."""
-        seen = None
-        if self.quantity.rank is not None:
-            seen = self.own(recording, UNSHARDED, self.step, self.quantity.rank, name)
+    def as_used(self, recording: Recording, name: str, rank: int | None = None) -> np.ndarray | None:
+        """A parameter as a rank (default: that of the quantity) used it in this step."""
+        rank = self.quantity.rank if rank is None else rank
+        seen = None if rank is None else self.own(recording, UNSHARDED, self.step, rank, name)
         return seen if seen is not None else self.before(recording, self.step, name)
+
+    def gradient(self, recording: Recording, step: int, name: str) -> np.ndarray | None:
+        """The local gradient on the rank of the quantity, or the reduced one if there is no rank."""
+        if self.quantity.rank is None:
+            return self.read(recording, REDUCE, step, name)
+        return self.own(recording, BACKWARD, step, self.quantity.rank, name)
 
     def moment(self, recording: Recording, step: int, name: str, slot: str) -> np.ndarray | None:
         """An optimizer state entry after a step; zeros before the first step."""
@@ -170,7 +192,7 @@ class Case:
     def local_grads(self, recording: Recording, name: str) -> list[np.ndarray] | None:
         """The local gradient of each rank at this step, zeros for a rank without one (R29); None if any is not finite."""
         ranks = range(recording.manifest.world_size)
-        if self.step >= recording.num_steps or not recording.has(BACKWARD, self.step, name):
+        if not recording.has(BACKWARD, self.step, name):
             return None
         found = [self._values(name, rank_values(recording, BACKWARD, self.step, rank, name)) for rank in ranks]
         grads = [grad for grad in found if grad is not None and np.isfinite(grad.astype(np.float64)).all()]
@@ -178,8 +200,7 @@ class Case:
 
     def earlier(self, *, same_shape: bool) -> Iterator[At]:
         """The activations of this microbatch before this quantity in forward order, the nearest first."""
-        order = self.right.activations(self.step)
-        here = (self.quantity.microbatch, self.quantity.module, self.quantity.use)
+        order, here = self.right.activations(self.step), self.here
         if here not in order or self.quantity.rank is None:
             return
         shape = self.right.activation_shape(self.step, self.quantity.rank, *here)
@@ -202,12 +223,8 @@ class Case:
             [np.arange(run.param_start, run.param_start + run.numel) for run in runs] or [np.zeros(0, int)]
         )
 
-    @property
-    def microbatches(self) -> int:
-        """The number of accumulated microbatches per step in the wrong recording, as far as stated or recorded."""
-        return self.microbatches_of(self.wrong)
-
     def microbatches_of(self, recording: Recording) -> int:
+        """The number of accumulated microbatches per step, as far as stated or recorded."""
         stated = recording.manifest.settings.get("accumulate") or 1
         return max(stated, 1 + max((at[0] for at in recording.activations(self.step)), default=0))
 

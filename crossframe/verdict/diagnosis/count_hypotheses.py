@@ -11,7 +11,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, OUTPUT, REDUCE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import BY_CHANCE
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, sum_roundoff
+from crossframe.verdict.diagnosis.fit import TINY, Claim, Fit, accepted, factor_between, sum_roundoff
 from crossframe.verdict.diagnosis.rank_fits import sum_error
 from crossframe.verdict.diagnosis.tied_weights import rows_looked_up
 from crossframe.verdict.measure.metrics import distance, norm
@@ -55,16 +55,16 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
     must be multiples.
     """
     world, is_loss = case.right.manifest.world_size, case.phase == FORWARD and case.quantity.event == "loss"
-    if case.quantity.sketched or world < 2 or world != case.wrong.manifest.world_size:
+    if case.quantity.sketched or world != case.wrong.manifest.world_size:
         return
     if not is_loss and case.phase != BACKWARD:
         return
-    within = case.limit / max(norm(case.both.right), np.finfo(float).tiny) + 64 * case.compute_roundoff
+    within = case.limit / max(norm(case.both.right), TINY) + 64 * case.compute_roundoff
     agreed: np.ndarray | None = None
     names = []
     for name in case.right.manifest.params if is_loss else [case.name]:
-        own = [case.local_grads(recording, name) for recording in (case.right, case.wrong)]
-        if own[0] is None or own[1] is None or own[0][0].size < 2:
+        own = case.in_both(lambda recording, name=name: case.local_grads(recording, name))
+        if own is None or own[0][0].size < 2:
             continue
         sides = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(*own, strict=True)]
         factors = np.array([factor_between(x, y) for x, y in sides])
@@ -97,10 +97,8 @@ def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
         return [(np.array([x]), np.array([y])) for x, y in zip(*rows, strict=True)]
     if case.phase != BACKWARD:
         return None
-    own = [case.local_grads(recording, case.name) for recording in (case.right, case.wrong)]
-    if own[0] is None or own[1] is None:
-        return None
-    return [(case.cut(x), case.cut(y)) for x, y in zip(own[0], own[1], strict=True)]
+    own = case.in_both(lambda recording: case.local_grads(recording, case.name))
+    return own and [(case.cut(x), case.cut(y)) for x, y in zip(*own, strict=True)]
 
 
 def lost_microbatch(case: Case) -> Iterator[Fit]:
@@ -117,19 +115,16 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
     for name, spec in case.right.manifest.params.items():
         if len(spec.shape) != 2:
             continue
-        looked_up, sides = (
-            _looked_up(case, name, num),
-            [_gradient_of(case, side, name) for side in (case.right, case.wrong)],
-        )
-        if looked_up is None or sides[0] is None or sides[1] is None:
+        looked_up, sides = _looked_up(case, name, num), _gradients(case, name)
+        if looked_up is None or sides is None:
             continue
-        right, wrong = (np.asarray(side, np.float64) for side in sides)
+        right, wrong = sides
         for lost in range(num):
             others = np.any(np.delete(looked_up, lost, axis=0), axis=0)
             alone, never = looked_up[lost] & ~others, others & ~looked_up[lost]
             if not alone.any() or not never.any() or norm(wrong[alone]) or not norm(right[alone]):
                 continue
-            limit = case.limit / max(norm(case.both.right), 1e-300) * norm(right)
+            limit = case.limit / max(norm(case.both.right), TINY) * norm(right)
             for times, divisor in (
                 (1.0, f"divided by {num}"),
                 (num / (num - 1), f"divided by {num - 1} instead of {num}"),
@@ -177,15 +172,10 @@ def _spanned(case: Case) -> _Span | None:
     for name, spec in case.right.manifest.params.items():
         if len(spec.shape) != 2 or (inputs := _inputs(case, name, num)) is None:
             continue
-        sides = [_gradient_of(case, side, name) for side in (case.right, case.wrong)]
-        if sides[0] is None or sides[1] is None or inputs[0].shape[1] not in spec.shape:
+        sides, width = _gradients(case, name), inputs[0].shape[1]
+        if sides is None or width not in spec.shape:
             continue
-        width = inputs[0].shape[1]
-        right, wrong = (
-            np.asarray(side, np.float64) if side.shape[1] == width else np.asarray(side, np.float64).T
-            for side in sides
-            if side is not None
-        )
+        right, wrong = (side if side.shape[1] == width else side.T for side in sides)
         for lost in range(num):
             others = np.concatenate([rows for i, rows in enumerate(inputs) if i != lost])
             if len(others) >= width:
@@ -206,8 +196,7 @@ def _spanned(case: Case) -> _Span | None:
 def _inputs(case: Case, name: str, num: int) -> list[np.ndarray] | None:
     """The input rows of a parameter's module in each microbatch, on the rank of the quantity or on all ranks."""
     recording, module = case.wrong, name.rpartition(".")[0]
-    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
-    found = []
+    found, ranks = [], case.ranks(recording)
     for microbatch in range(num):
         at = (microbatch, module, INPUT)
         if at not in recording.activations(case.step):
@@ -232,32 +221,26 @@ def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
     """Mask of shape (microbatches, rows) of the rows of an embedding that each microbatch looked up; None for other
     parameters."""
     module, recording = name.rpartition(".")[0], case.right
-    weight = case.before(recording, case.step, name)
-    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
-    if weight is None:
-        return None
-    found = np.zeros((num, len(weight)), bool)
+    found = np.zeros((num, recording.manifest.params[name].shape[0]), bool)
     for microbatch in range(num):
         at = (microbatch, module, OUTPUT)
         if at not in recording.activations(case.step):
             return None
-        for rank in ranks:
-            if recording.activation_sketch(case.step, rank, *at):
+        for rank in case.ranks(recording):
+            weight = case.as_used(recording, name, rank)
+            if weight is None or recording.activation_sketch(case.step, rank, *at):
                 return None
-            seen = case.own(recording, "unsharded", case.step, rank, name)
-            rows = rows_looked_up(weight if seen is None else seen, recording.activation(case.step, rank, *at))
+            rows = rows_looked_up(weight, recording.activation(case.step, rank, *at))
             if rows is None:
                 return None
             found[microbatch] |= rows
     return found
 
 
-def _gradient_of(case: Case, recording: Recording, name: str) -> np.ndarray | None:
-    """The local or reduced gradient of another parameter, like the quantity."""
-    if case.phase == REDUCE:
-        return case.read(recording, REDUCE, case.step, name)
-    assert case.quantity.rank is not None
-    return case.own(recording, BACKWARD, case.step, case.quantity.rank, name)
+def _gradients(case: Case, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The local or reduced gradient of a parameter in both recordings, like the quantity."""
+    sides = case.in_both(lambda recording: case.gradient(recording, case.step, name))
+    return sides and (np.asarray(sides[0], np.float64), np.asarray(sides[1], np.float64))
 
 
 def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.event_format import BACKWARD, COUNT, FORWARD, NORM, REDUCE, UNSHARDED
+from crossframe.recording.event_format import COUNT, FORWARD, NORM, UNSHARDED
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
@@ -55,14 +55,9 @@ def _gradients_have(case: Case, factor: Factor) -> bool:
     """
     if case.quantity.event != "loss":
         return False
-    rank, products = case.quantity.rank, np.zeros(3)
+    products = np.zeros(3)
     for name, spec in case.right.manifest.params.items():
-        sides = (
-            case.read(each, REDUCE, case.step, name)
-            if rank is None
-            else case.own(each, BACKWARD, case.step, rank, name)
-            for each in (case.right, case.wrong)
-        )
+        sides = (case.gradient(each, case.step, name) for each in (case.right, case.wrong))
         x, y = (np.zeros(spec.shape) if side is None else np.asarray(side, np.float64) for side in sides)
         products += [np.vdot(x, x), np.vdot(x, y), np.vdot(y, y)]
     xx, xy, yy = map(float, products)

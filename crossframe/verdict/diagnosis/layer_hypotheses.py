@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def attention(case: Case) -> Iterator[Fit]:
     The projections must be recorded; rotary positions, groups of heads and masked keys at one end of a sample are recognised.
     """
     shape = case.both.right.shape
-    if len(shape) not in (3, 4) or case.quantity.rank is None or math.prod(shape) > MOST_ELEMENTS:
+    if len(shape) not in (3, 4) or math.prod(shape) > MOST_ELEMENTS:
         return
     sides = case.both
     if len(shape) == 4:
@@ -139,21 +140,15 @@ def _described(case: Case, found: Change) -> Fit:
             text = f"{heads} sees later positions in {unmasked}, which a causal mask hides in {masked}"
         case "keys":
             counts = [_num_keys(side, case.both.right.shape) for side in (found.right, found.wrong)]
-            signature, text = (
-                "padding_counted",
-                (
-                    f"{heads} masks keys: over all samples it sees {counts[0]} keys in {right} and {counts[1]} in {wrong}"
-                ),
+            signature = "padding_counted"
+            text = (
+                f"{heads} masks keys: over all samples it sees {counts[0]} keys in {right} and {counts[1]} in {wrong}"
             )
         case "exchanged":
             signature, text = "mixed_parameters", f"{heads} uses queries as keys and keys as queries in {wrong}"
         case "scrambled":
-            signature, text = (
-                "transposed",
-                (
-                    f"{heads} reads (positions, width) as (heads, positions, head width) in {wrong}, without exchanging dims"
-                ),
-            )
+            signature = "transposed"
+            text = f"{heads} reads (positions, width) as (heads, positions, head width) in {wrong}, without exchanging dims"
         case dtype:
             signature, text = "low_precision", f"{heads} rounds its scores or shares to {dtype} in {wrong}"
     return Fit(signature, text, found.residual, found.error, claim)
@@ -231,13 +226,8 @@ def _inside_module(case: Case) -> Iterator[tuple[Projections, Projections]]:
     if len(values) < len(names) or given[0].ndim != 3 or given[0].shape[-1] != values[0].shape[1]:
         return
     enter, enter_bias, weight, bias = values
-    first, second = (_projected(x @ enter.T + enter_bias, (weight, bias)) for x in given)
+    first, second = (Projections(*np.split(x @ enter.T + enter_bias, 3, axis=-1), after=(weight, bias)) for x in given)
     yield first, second
-
-
-def _projected(x: np.ndarray, after: tuple[np.ndarray, np.ndarray]) -> Projections:
-    q, k, v = np.split(x, 3, axis=-1)
-    return Projections(q, k, v, after)
 
 
 def padding_in_norm(case: Case) -> Iterator[Fit]:
@@ -259,11 +249,14 @@ def padding_in_pooling(case: Case) -> Iterator[Fit]:
     shape, rank = case.both.right.shape, case.quantity.rank
     if len(shape) != 2 or rank is None or case.phase != FORWARD:
         return
-    tried = 0
-    for at in case.earlier(same_shape=False):
-        given = case.right.activation_shape(case.step, rank, *at)
-        if len(given) != 3 or (given[0], given[2]) != shape or not 1 < given[1] <= MOST_KEYS:
-            continue
+    candidates = (
+        at
+        for at in case.earlier(same_shape=False)
+        if len(given := case.right.activation_shape(case.step, rank, *at)) == 3
+        and (given[0], given[2]) == shape
+        and 1 < given[1] <= MOST_KEYS
+    )
+    for at in islice(candidates, NEARBY):
         if (both := of_both(case, at)) is not None and (found := pooled(case.sides, both)):
             text = (
                 f"{case.names[0]} {found.text.format(f'the first {found.counted} of {found.total} positions')} of the {at[2]} of "
@@ -271,25 +264,18 @@ def padding_in_pooling(case: Case) -> Iterator[Fit]:
             )
             yield Fit("padding_counted", text, found.residual, found.error, Claim("pooled"))
             return
-        tried += 1
-        if tried == NEARBY:
-            return
 
 
 def modules_exchanged(case: Case) -> Iterator[Fit]:
     """Modules run in another order: another module has the input that this one should have."""
-    if case.quantity.use != INPUT or not case.quantity.module or case.quantity.rank is None:
+    here, rank = case.here, case.quantity.rank
+    if case.quantity.use != INPUT or not case.quantity.module or rank is None:
         return
-    shape = case.both.right.shape
-    here = (case.quantity.microbatch, case.quantity.module, case.quantity.use)
     for at in case.right.activations(case.step):
-        alike = at[0] == here[0] and at[2] == INPUT and at[1] != here[1]
-        if not alike or at not in case.wrong.activations(case.step):
+        if at[0] != here[0] or at[2] != INPUT or at[1] == here[1] or at not in case.wrong.activations(case.step):
             continue
-        if (
-            case.right.activation_shape(case.step, case.quantity.rank, *at) != shape
-            or (both := of_both(case, at)) is None
-        ):
+        same_shape = case.right.activation_shape(case.step, rank, *at) == case.both.right.shape
+        if not same_shape or (both := of_both(case, at)) is None:
             continue
         residual = distance(both[1], case.both.right)
         if distance(both[0], case.both.right) > 2 * case.limit and accepted(residual, case.both.difference, case.limit):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def norm_epsilons(
         inputs: of the right and the wrong side.
         roundoff: unit roundoff of the output's dtype.
     """
-    return _epsilons(sides, inputs, weight, bias, lambda *side: one_side(*side, roundoff))
+    return _epsilons(sides, inputs, weight, bias, partial(one_side, roundoff=roundoff))
 
 
 def _epsilons(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -88,8 +89,8 @@ def tanh_gelu(case: Case) -> Iterator[Fit]:
         gates: list[tuple[str, Both] | None] = [None]
         gates += [(f" times the {gate[2]} of {gate[1]}", both) for j, (gate, both) in enumerate(near[:GATES]) if j != i]
         for gate in gates:
-            dtype = case.quantity.dtypes[case.swapped]
-            found = functions_of(case.sides, inputs, case.compute_roundoff, gate[1] if gate else None, dtype)
+            times = gate[1] if gate else None
+            found = functions_of(case.sides, inputs, case.compute_roundoff, times, case.quantity.dtypes[0])
             if found is None:
                 continue
             # Other differing functions have no signature.
@@ -104,10 +105,9 @@ def dropout(case: Case) -> Iterator[Fit]:
     if found := dropout_of(case.sides):
         yield _dropped(case, found, "elements")
         return
-    for at in _nearby(case):
-        through = case.activation(case.right, case.step, at)
-        if through is not None and (found := dropout_of(case.sides, np.asarray(through, np.float64))):
-            yield _dropped(case, found, f"elements added from the {at[2]} of {at[1]}")
+    for name, branch in _branches(case):
+        if found := dropout_of(case.sides, branch):
+            yield _dropped(case, found, f"elements added from {name}")
             return
     if not case.swapped and (found := two_masks_of(case.sides)):
         text = f"both drop {found.share:.3f} of {found.numel} elements, with different masks"
@@ -135,7 +135,7 @@ def transposed_kernel(case: Case) -> Iterator[Fit]:
 def convolution_padding(case: Case) -> Iterator[Fit]:
     """A convolution pads its input differently. Symmetric, so tried with one assignment of sides only."""
     given, params = input_of(case), parameters_of(case)
-    if case.swapped or given is None or params is None or params[0].ndim != 4:
+    if case.swapped or given is None or params is None:
         return
     if found := paddings_of(case.sides, given, *params, case.compute_roundoff):
         stride, (first, second), residual = found
@@ -150,11 +150,10 @@ def factor_of_branch(case: Case) -> Iterator[Fit]:
     """A branch is added with another factor. Symmetric, so tried with one assignment of sides only."""
     if case.swapped:
         return
-    for at in _nearby(case):
-        through = case.activation(case.right, case.step, at)
-        if through is not None and (found := branch_of(case.sides, np.asarray(through, np.float64))):
+    for name, branch in _branches(case):
+        if found := branch_of(case.sides, branch):
             times = 0.0 if abs(found.factor) <= found.error else found.factor
-            text = f"{case.names[1]} adds {times:.6g} times the {at[2]} of {at[1]} that {case.names[0]} adds"
+            text = f"{case.names[1]} adds {times:.6g} times {name} that {case.names[0]} adds"
             yield Fit("constant_factor", text, found.residual, 0.0, Claim("branch", times, found.error))
             return
 
@@ -175,8 +174,8 @@ def input_of(case: Case) -> Both | None:
 
 def of_both(case: Case, at: At) -> Both | None:
     """An activation on both sides; None if their shapes differ, for then no layer takes both."""
-    found = [case.activation(recording, case.step, at) for recording in (case.right, case.wrong)]
-    if found[0] is None or found[1] is None or found[0].shape != found[1].shape:
+    found = case.in_both(lambda recording: case.activation(recording, case.step, at))
+    if found is None or found[0].shape != found[1].shape:
         return None
     return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
 
@@ -222,12 +221,14 @@ def affine_parameters(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray | Non
 
 
 def _nearby(case: Case) -> list[At]:
-    found = []
-    for at in case.earlier(same_shape=True):
-        found.append(at)
-        if len(found) == NEARBY:
-            break
-    return found
+    return list(islice(case.earlier(same_shape=True), NEARBY))
+
+
+def _branches(case: Case) -> Iterator[tuple[str, np.ndarray]]:
+    """(description, values) on the right side of activations that may have been added to the quantity."""
+    for at in _nearby(case):
+        if (values := case.activation(case.right, case.step, at)) is not None:
+            yield f"the {at[2]} of {at[1]}", np.asarray(values, np.float64)
 
 
 def low_precision(case: Case) -> Iterator[Fit]:

@@ -107,13 +107,10 @@ def _step_before(case: Case) -> np.ndarray | None:
     """The quantity at the previous step of the wrong recording."""
     if case.phase == UNSHARDED:
         return _gathered(case, case.before(case.wrong, case.step - 1, case.name)) if case.step else None
-    if case.phase == REDUCE:
-        return case.read(case.wrong, REDUCE, case.step - 1, case.name)
-    if case.phase == BACKWARD and case.quantity.rank is not None:
-        return case.own(case.wrong, BACKWARD, case.step - 1, case.quantity.rank, case.name)
+    if case.phase in (BACKWARD, REDUCE):
+        return case.gradient(case.wrong, case.step - 1, case.name)
     if case.phase == FORWARD and case.quantity.use:
-        at = (case.quantity.microbatch, case.quantity.module, case.quantity.use)
-        return case.activation(case.wrong, case.step - 1, at)
+        return case.activation(case.wrong, case.step - 1, case.here)
     return None
 
 
@@ -134,7 +131,7 @@ def _not_stepped(case: Case) -> Iterator[Fit]:
     if case.phase == UPDATE:
         earlier, what = case.before(case.wrong, case.step, case.name), "the parameter"
     else:
-        earlier, what = case.moment(case.wrong, case.step - 1, case.name, slot), f"{slot}"
+        earlier, what = case.moment(case.wrong, case.step - 1, case.name, slot), slot
     if earlier is None or (case.quantity.sketched and earlier.shape != case.both.wrong.shape):
         return
     # Read again because judging replaced unsteady elements.
@@ -166,8 +163,8 @@ def _of_other(case: Case, other: str) -> np.ndarray | None:
     """The right side's quantity of another parameter."""
     if case.phase == UNSHARDED:
         return _gathered(case, case.before(case.right, case.step, other))
-    if case.phase == BACKWARD and case.quantity.rank is not None:
-        return case.own(case.right, BACKWARD, case.step, case.quantity.rank, other)
+    if case.phase == BACKWARD:
+        return case.gradient(case.right, case.step, other)
     return case.read(case.right, case.phase, case.step, other, case.quantity.use)
 
 
@@ -207,14 +204,9 @@ def tied_weight(case: Case) -> Iterator[Fit]:
 
 def _looked_up(case: Case) -> np.ndarray | None:
     """Mask of the rows that the embedding looked up, on the rank of the quantity or on all ranks."""
-    recording = case.right
-    ranks = [case.quantity.rank] if case.quantity.rank is not None else range(recording.manifest.world_size)
-    rows = None
-    for rank in ranks:
-        weight = case.own(recording, UNSHARDED, case.step, rank, case.name)
-        if weight is None:
-            weight = case.before(recording, case.step, case.name)
-        if weight is None:
+    recording, rows = case.right, None
+    for rank in case.ranks(recording):
+        if (weight := case.as_used(recording, case.name, rank)) is None:
             return None
         names = (case.name, *recording.manifest.params[case.name].aliases)
         modules = {name.rpartition(".")[0] for name in names}

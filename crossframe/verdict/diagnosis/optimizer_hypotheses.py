@@ -52,10 +52,10 @@ def change_of_update(case: Case) -> Iterator[Fit]:
         return
     if any(_follows_rule(case, recording) for recording in (case.right, case.wrong)):
         return
-    before = [case.before(recording, case.step, case.name) for recording in (case.right, case.wrong)]
-    if before[0] is None or before[1] is None:
+    before = case.in_both(lambda recording: case.before(recording, case.step, case.name))
+    if before is None:
         return
-    start = [case.cut(each) for each in before if each is not None]
+    start = [case.cut(each) for each in before]
     moved = case.sides.right - start[0], case.sides.wrong - start[1]
     tolerance = case.limit + case.sides.roundoff * 4 * norm(start[0])
     if distance(*start) > tolerance or not norm(moved[0]):
@@ -122,20 +122,20 @@ def follows(case: Case) -> bool:
         if case.quantity.use not in slots_of(case.right, kind):
             return False
         average, squared = average_of(stated.rule, case.quantity.use, slots_of(case.right, kind))
-        moments = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
-        return all(moment is not None and moment.follows(average) for moment in moments)
-    sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
-    return sides[0] is not None and sides[1] is not None and follow_one_rule(sides[0], sides[1], stated.rule)
+        moments = case.in_both(lambda recording: moment_of(case, recording, stated, squared))
+        return moments is not None and all(moment.follows(average) for moment in moments)
+    updates = case.in_both(lambda recording: update_of(case, recording, stated))
+    return updates is not None and follow_one_rule(*updates, stated.rule)
 
 
 def _update(case: Case, stated: Stated) -> Iterator[Fit]:
-    sides = [update_of(case, recording, stated) for recording in (case.right, case.wrong)]
-    if sides[0] is None or sides[1] is None:
+    if (sides := case.in_both(lambda recording: update_of(case, recording, stated))) is None:
         return
-    sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
+    right, wrong = sides
+    wrong = replace(wrong, roundoff=min(right.roundoff, wrong.roundoff))
     counted = case.wrong.count(case.step, case.name)
     states = stated.states_decay
-    for fit in update_deviations(sides[0], sides[1], stated.rule, counted, case.sides.difference, states_decay=states):
+    for fit in update_deviations(right, wrong, stated.rule, counted, case.sides.difference, states_decay=states):
         yield _of_side(case, fit)
 
 
@@ -154,14 +154,14 @@ def update_of(case: Case, recording: Recording, stated: Stated) -> Update | None
 def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     slot = case.quantity.use
     average, squared = average_of(stated.rule, slot, slots_of(case.right, stated.kind))
-    sides = [moment_of(case, recording, stated, squared) for recording in (case.right, case.wrong)]
-    if sides[0] is None or sides[1] is None:
+    if (sides := case.in_both(lambda recording: moment_of(case, recording, stated, squared))) is None:
         return
+    right, wrong = sides
     # Use the finer roundoff, so that the rounding of a moment in a coarser dtype is not excused.
-    sides[1] = replace(sides[1], roundoff=min(sides[0].roundoff, sides[1].roundoff))
+    wrong = replace(wrong, roundoff=min(right.roundoff, wrong.roundoff))
     fits = moment_deviations(
-        sides[0],
-        sides[1],
+        right,
+        wrong,
         average,
         list(_other_moments(case, slot)),
         case.sides.difference,
@@ -182,10 +182,10 @@ def _as_beta(case: Case, fit: Fit, average: Average, squared: bool, slots: tuple
     slot = slots[0] if squared else slots[-1]
     if fit.claim.kind != "gradient" or fit.claim.value is None or average.gain == 1.0:
         return ""
-    others = [case.moment(recording, case.step, case.name, slot) for recording in (case.right, case.wrong)]
-    if others[0] is None or others[1] is None:
+    others = case.in_both(lambda recording: case.moment(recording, case.step, case.name, slot))
+    if others is None:
         return ""
-    sides = [case.cut(each) for each in others if each is not None]
+    sides = [case.cut(each) for each in others]
     # With another factor on the gradient, the other moment would differ accordingly.
     factor = math.sqrt(abs(fit.claim.value)) if squared else fit.claim.value**2
     if distance(*sides) > 0.01 * abs(factor - 1) * norm(sides[0]):

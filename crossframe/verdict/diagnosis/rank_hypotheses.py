@@ -92,12 +92,10 @@ def _missing_slice_of_unit(case: Case) -> Iterator[Fit]:
     for name in case.wrong.manifest.params:
         if case.wrong.manifest.unit_of[name] != unit:
             continue
-        wanted, found = (
-            case.read(side, case.phase, case.step, name, case.quantity.use) for side in (case.right, case.wrong)
-        )
-        if wanted is None or found is None:
+        both = case.in_both(lambda side, name=name: case.read(side, case.phase, case.step, name, case.quantity.use))
+        if both is None:
             return
-        wanted, found, held = wanted.reshape(-1), found.reshape(-1), case.elements_of(ranks[0], name)
+        (wanted, found), held = (each.reshape(-1) for each in both), case.elements_of(ranks[0], name)
         if norm(found[held]):
             return
         parts["zeros"] += held.size
@@ -141,7 +139,7 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
         return
     grads = case.local_grads(case.wrong, case.name)
     cut = None if grads is None else [case.cut(grad) for grad in grads]
-    mesh, microbatches = case.wrong.manifest.mesh, case.microbatches
+    mesh, microbatches = case.wrong.manifest.mesh, case.microbatches_of(case.wrong)
     if found := low_reduction(case.sides, cut, mesh.world_size, case.reduce_roundoff, mesh.replicate, microbatches):
         yield Fit(
             "low_precision_reduction",
@@ -155,7 +153,7 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
 def _accumulated_low(case: Case) -> Iterator[Fit]:
     """A local gradient is stored in a coarser dtype than the run computes in, or has values of the reduction's dtype."""
     known = case.wrong.manifest.settings.get("reduce_dtype"), case.quantity.dtypes[not case.swapped]
-    low = low_reduction(case.sides, None, 1, case.compute_roundoff, 1, case.microbatches)
+    low = low_reduction(case.sides, None, 1, case.compute_roundoff, 1, case.microbatches_of(case.wrong))
     if low is not None and low.dtype in known:
         text = f"in {case.names[1]} all elements of the local gradient are {low.dtype} values, but it computes in "
         text += case.wrong.manifest.dtype

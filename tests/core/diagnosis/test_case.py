@@ -132,7 +132,7 @@ def test_runs_of_two_dtypes_reduce_as_the_coarser_one(tmp_path: Path) -> None:
 def test_microbatches_are_stated_or_recorded(stated: int | None, num: int, tmp_path: Path) -> None:
     settings = {} if stated is None else {"accumulate": stated}
     pair = Pair(run(tmp_path / "a"), run(tmp_path / "b", settings=settings))
-    assert case(pair).microbatches == num and case(pair).microbatches_of(pair.a) == 1
+    assert case(pair).microbatches_of(pair.b) == num and case(pair).microbatches_of(pair.a) == 1
 
 
 @pytest.mark.parametrize("kind", ["flat", "per_param"])
