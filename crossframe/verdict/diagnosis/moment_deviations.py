@@ -4,18 +4,15 @@ As in `update_deviations`, the right side's moment follows the rule from its own
 change.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, factor_roundoff
+from crossframe.verdict.diagnosis.fit import TINY, Claim, Fit, accepted, factor_between, factor_roundoff
 from crossframe.verdict.diagnosis.optimizer_rules import Average
-from crossframe.verdict.diagnosis.update_deviations import FEW, TINY
+from crossframe.verdict.diagnosis.update_deviations import FEW
 from crossframe.verdict.measure.metrics import distance, norm
-
-Offer = Callable[[str, str, float, float, Claim], None]
-"""Takes (signature, description, residual, error, claim)."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,12 @@ class Moment:
     before: np.ndarray
     roundoff: float
 
-    def residual(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
-        """The norm of the part that a rule does not explain, optionally with another old moment or gradient."""
-        start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
-        return distance(self.new, average.new(start, goes_in))
+    def residual(self, average: Average) -> float:
+        """The norm of the part that a rule does not explain."""
+        return distance(self.new, average.new(self.old, self.gradient))
 
-    def error(self, average: Average, *, old: np.ndarray | None = None, gradient: np.ndarray | None = None) -> float:
-        start, goes_in = self.old if old is None else old, self.gradient if gradient is None else gradient
-        return average.error(start, goes_in, self.roundoff)
+    def error(self, average: Average) -> float:
+        return average.error(self.old, self.gradient, self.roundoff)
 
     def follows(self, average: Average) -> bool:
         """Whether the residual is within `FEW` times the first-order bound."""
@@ -51,6 +46,10 @@ class Moment:
     def went_in(self, average: Average) -> np.ndarray:
         """The gradient that explains the new moment."""
         return (self.new - average.keep * self.old) / average.gain
+
+
+Change = tuple[str, str, Moment, Average, float, Claim]
+"""(signature, description, the wrong side with the change, its rule, further rounding by the change, claim)."""
 
 
 @dataclass(frozen=True)
@@ -92,62 +91,48 @@ def moment_deviations(
         )
         if scale <= 0 or right.residual(stated) > right.error(stated):
             return []
-    fits: list[Fit] = []
-
-    def offer(signature: str, text: str, residual: float, error: float, claim: Claim) -> None:
+    fits = []
+    for signature, text, changed, rule, more, claim in _changes(wrong, stated, others, decay, squared):
+        residual, error = changed.residual(rule), changed.error(rule) + more
         if accepted(residual, difference, error):
             fits.append(Fit(signature, text, residual, error, claim))
-
-    for other in others:
-        residual, error = wrong.residual(stated, old=other.value), wrong.error(stated, old=other.value)
-        offer(other.signature, other.text, residual, error, Claim(other.text))
-    error = wrong.error(stated)
-    _offer_factor(offer, wrong, stated, error, squared)
-    if not squared:
-        _offer_decay(offer, wrong, stated, error, decay)
-    _offer_keep(offer, wrong, stated)
     return fits
 
 
-def _offer_factor(offer: Offer, wrong: Moment, stated: Average, error: float, squared: bool) -> None:
+def _changes(wrong: Moment, stated: Average, others: Iterable[Other], decay: float, squared: bool) -> Iterator[Change]:
+    for other in others:
+        yield other.signature, other.text, replace(wrong, old=other.value), stated, 0.0, Claim(other.text)
+    yield _of_factor(wrong, stated, squared)
+    if not squared:
+        yield _of_decay(wrong, stated, decay)
+    if norm(wrong.old):  # else only the gradient can differ
+        yield _of_keep(wrong, stated)
+
+
+def _of_factor(wrong: Moment, stated: Average, squared: bool) -> Change:
     factor = factor_between(wrong.gradient, wrong.went_in(stated))
-    size = norm(wrong.gradient)
-    if not size:
-        return
-    predicted = factor * wrong.gradient
+    gradient = factor * wrong.gradient
     text = f"the input of the moment is {factor:.6g} times the {'square of the ' if squared else ''}gradient"
-    claim = Claim("gradient", factor, error / stated.gain / size)
-    offer(
-        "constant_factor",
-        text,
-        wrong.residual(stated, gradient=predicted),
-        wrong.error(stated, gradient=predicted) + stated.gain * factor_roundoff(predicted),
-        claim,
-    )
+    claim = Claim("gradient", factor, wrong.error(stated) / stated.gain / max(norm(wrong.gradient), TINY))
+    more = stated.gain * factor_roundoff(gradient)
+    return "constant_factor", text, replace(wrong, gradient=gradient), stated, more, claim
 
 
-def _offer_decay(offer: Offer, wrong: Moment, stated: Average, error: float, decay: float) -> None:
-    size = norm(wrong.before)
-    if not size:
-        return
-    more = factor_between(wrong.before, wrong.went_in(stated) - wrong.gradient)
-    uncertainty = error / stated.gain / size
-    total = 0.0 if abs(more + decay) <= uncertainty else more + decay
-    added = f"includes {total:.4g} times the parameter" if total else "does not include the parameter"
-    text = f"the gradient in the moment {added}, while {decay:.4g} times is stated"
-    predicted = wrong.gradient + more * wrong.before
-    error = wrong.error(stated, gradient=predicted) + stated.gain * factor_roundoff(more * wrong.before)
-    offer("weight_decay", text, wrong.residual(stated, gradient=predicted), error, Claim("decay", total, uncertainty))
+def _of_decay(wrong: Moment, stated: Average, decay: float) -> Change:
+    factor = factor_between(wrong.before, wrong.went_in(stated) - wrong.gradient)
+    added, uncertainty = factor * wrong.before, wrong.error(stated) / stated.gain / max(norm(wrong.before), TINY)
+    total = 0.0 if abs(factor + decay) <= uncertainty else factor + decay
+    includes = f"includes {total:.4g} times the parameter" if total else "does not include the parameter"
+    text = f"the gradient in the moment {includes}, while {decay:.4g} times is stated"
+    changed, more = replace(wrong, gradient=wrong.gradient + added), stated.gain * factor_roundoff(added)
+    return "weight_decay", text, changed, stated, more, Claim("decay", total, uncertainty)
 
 
-def _offer_keep(offer: Offer, wrong: Moment, stated: Average) -> None:
+def _of_keep(wrong: Moment, stated: Average) -> Change:
     """Another beta: new - g = beta (old - g), or new - g = beta old for a buffer with a gain of 1."""
-    behind = wrong.gradient if stated.gain != 1.0 else np.zeros_like(wrong.gradient)
-    gap = wrong.old - behind
-    if not norm(wrong.old):
-        return  # only the gradient can differ then
+    gap = wrong.old if stated.gain == 1.0 else wrong.old - wrong.gradient
     keep = factor_between(gap, wrong.new - wrong.gradient)
-    changed = Average(keep, 1 - keep if stated.gain != 1.0 else 1.0)
-    error = wrong.error(changed) + factor_roundoff(keep * gap)
+    changed, more = Average(keep, 1.0 if stated.gain == 1.0 else 1 - keep), factor_roundoff(keep * gap)
     text = f"its decay rate is {keep:.6g}, while {stated.keep:.6g} is stated"
-    offer("constant_factor", text, wrong.residual(changed), error, Claim("keep", keep, error / max(norm(gap), TINY)))
+    uncertainty = (wrong.error(changed) + more) / max(norm(gap), TINY)
+    return "constant_factor", text, wrong, changed, more, Claim("keep", keep, uncertainty)

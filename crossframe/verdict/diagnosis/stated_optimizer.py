@@ -1,9 +1,11 @@
 """The optimizer that a manifest states, and the known rule that recorded values follow."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +18,24 @@ from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.diagnosis.update_deviations import Rule, Update, read_off
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.values import assemble
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def _once(find: Callable[[Recording, *Ts], T]) -> Callable[[Recording, *Ts], T]:
+    """Keeps what is found in a recording for as long as it is in use."""
+    known: WeakKeyDictionary[Recording, dict[Any, T]] = WeakKeyDictionary()
+
+    @wraps(find)
+    def found(recording: Recording, *key: *Ts) -> T:
+        own = known.setdefault(recording, {})
+        if key not in own:
+            own[key] = find(recording, *key)
+        return own[key]
+
+    return found
+
 
 ADAM, ADAMW, SGD_ = "Adam", "AdamW", "SGD"
 MOMENTS = {ADAM: ("exp_avg", "exp_avg_sq"), ADAMW: ("exp_avg", "exp_avg_sq"), SGD_: ("momentum_buffer",)}
@@ -83,18 +103,13 @@ def rule_at(recording: Recording, kind: str, step: int, name: str, other: Record
     return stated_rule(recording.manifest, kind, count, name, BETAS if BETAS in found else found[0])
 
 
+@_once
 def betas_of(recording: Recording) -> tuple[float, float] | None:
     """The betas of running averages of gradients and of their squares, from two consecutive steps; None if this is not what the
     optimizer state holds.
 
     What scaled the gradients, such as clipping, is unknown: m = beta m' + gain g has two unknowns.
     """
-    if recording not in _BETAS:
-        _BETAS[recording] = _read_betas(recording)
-    return _BETAS[recording]
-
-
-def _read_betas(recording: Recording) -> tuple[float, float] | None:
     steps, slots = recording.recorded_steps(), slots_of(recording, ADAM)
     later = next((step for step in steps if step - 1 in steps), None)
     if later is None or len(slots) != 2:
@@ -135,7 +150,7 @@ def _own_settings(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 OTHERS = frozenset(
-    (
+    [
         "Adadelta",
         "Adafactor",
         "Adagrad",
@@ -149,16 +164,14 @@ OTHERS = frozenset(
         "RAdam",
         "RMSprop",
         "Rprop",
-    )
+    ]
 )
 """Optimizers with other rules, which are not matched against known rules."""
 _TRIED = 4
 """The number of parameters that must follow a rule for an optimizer of another name to be recognised."""
-_SLOTS: "WeakKeyDictionary[Recording, dict[str, tuple[str, ...]]]" = WeakKeyDictionary()
-_BETAS: "WeakKeyDictionary[Recording, tuple[float, float] | None]" = WeakKeyDictionary()
-_KNOWN: "WeakKeyDictionary[Recording, str | None]" = WeakKeyDictionary()
 
 
+@_once
 def rule_of(recording: Recording) -> str | None:
     """The rule that a recording's optimizer follows; None if unknown.
 
@@ -167,24 +180,16 @@ def rule_of(recording: Recording) -> str | None:
     name = recording.manifest.settings.get("optimizer")
     if name in MOMENTS or name in OTHERS:
         return name if name in MOMENTS else None
-    if recording not in _KNOWN:
-        _KNOWN[recording] = next((kind for kind in (ADAMW, ADAM, SGD_) if _follows(recording, kind)), None)
-    return _KNOWN[recording]
+    return next((kind for kind in (ADAMW, ADAM, SGD_) if _follows(recording, kind)), None)
 
 
+@_once
 def slots_of(recording: Recording, kind: str) -> tuple[str, ...]:
     """The names of the state entries that a rule reads; () if there are none.
 
     Where they are not called as in torch, they are found by their values: after the first step, the second moment is proportional
     to the square of the first one. A buffer of momentum is the only entry.
     """
-    known = _SLOTS.setdefault(recording, {})
-    if kind not in known:
-        known[kind] = _find_slots(recording, kind)
-    return known[kind]
-
-
-def _find_slots(recording: Recording, kind: str) -> tuple[str, ...]:
     usual, steps = MOMENTS[kind], recording.recorded_steps()
     names = [name for name, spec in recording.manifest.params.items() if spec.numel > 1]
     if not steps:
@@ -217,18 +222,15 @@ def _follows(recording: Recording, kind: str) -> bool:
     step = next((step for step in steps if step == 0 or step - 1 in steps), None)
     if step is None:
         return False
+    slots = slots_of(recording, kind)
     names = [
         name
         for name, spec in recording.manifest.params.items()
         if spec.numel > 1
         and recording.has(UPDATE, step, name)
-        and all(recording.has(STATE, step, name, use=slot) for slot in slots_of(recording, kind))
+        and all(recording.has(STATE, step, name, use=slot) for slot in slots)
     ][:_TRIED]
-    return (
-        bool(names)
-        and bool(slots_of(recording, kind))
-        and all(_explains(recording, kind, step, name) for name in names)
-    )
+    return bool(names and slots) and all(_explains(recording, kind, step, name) for name in names)
 
 
 def _explains(recording: Recording, kind: str, step: int, name: str) -> bool:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, is_uninformative
+from crossframe.verdict.diagnosis.fit import TINY, Claim, Fit, accepted, factor_between, is_uninformative
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.measure.metrics import distance, norm
 
-TINY = np.finfo(np.float64).tiny
 Rule = AdamW | SGD
 Change = tuple[str, str, Rule, Claim]
 """(signature, description, changed rule, claim)."""
@@ -158,8 +157,7 @@ def _likely_counts(due: int, counted: float | None) -> list[int]:
 
     Not all counts are tried, because some count always scales an update as another learning rate would.
     """
-    own = [] if counted is None or counted < 1 else [int(counted)]
-    return sorted({1, due - 1, due + 1, *own} - {due, 0})
+    return sorted({1, due - 1, due + 1, int(counted or 0)} - {due, 0})
 
 
 def _of_epsilon(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Change]:
@@ -206,7 +204,7 @@ def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chan
     uncertainty = wrong.error(bare) / size / rule.rate
     if abs(decay - rule.decay) <= 2 * uncertainty:
         return  # below the resolution of the dtype
-    if abs(decay) <= uncertainty and rule.decay:
+    if abs(decay) <= uncertainty:
         decay = 0.0
     text = _said_of_decay(decay, rule.decay, uncertainty, rule.rate)
     yield "weight_decay", text, replace(rule, decay=decay), Claim("decay", decay, uncertainty)
@@ -215,9 +213,9 @@ def _of_decay(rule: Rule, wrong: Update, counted: float | None) -> Iterator[Chan
 def _said_of_decay(decay: float, stated: float, uncertainty: float, rate: float) -> str:
     if decay == 0.0:
         return f"the weight decay is missing, while a decay of {stated:.4g} is stated"
-    if stated and abs(decay * rate - stated) <= uncertainty * rate:
+    if abs(decay * rate - stated) <= uncertainty * rate:
         return f"the weight decay of {stated:.4g} is not multiplied by the learning rate of {rate:.4g}"
-    if stated and abs(decay + stated) <= uncertainty:
+    if abs(decay + stated) <= uncertainty:
         return f"the weight decay of {stated:.4g} has the wrong sign"
     digits = next((digits for digits in (4, 6, 9) if f"{decay:.{digits}g}" != f"{stated:.{digits}g}"), 17)
     return f"the weight decay is {decay:.{digits}g}, while {stated:.{digits}g} is stated"
@@ -239,13 +237,12 @@ def added_decay(sides: tuple[np.ndarray, np.ndarray], before: np.ndarray, tolera
         sides: updates or gradients of the right and the wrong side.
         before: the parameter before the step.
     """
-    size = norm(before)
-    if is_uninformative(before) or not size:
+    if is_uninformative(before):
         return None
     apart = sides[1] - sides[0]
     factor = factor_between(before, apart)
     residual = distance(apart, factor * before)
-    return Added(factor, tolerance / size, residual) if accepted(residual, norm(apart), tolerance) else None
+    return Added(factor, tolerance / norm(before), residual) if accepted(residual, norm(apart), tolerance) else None
 
 
 def epsilons_of_ratio(
@@ -261,18 +258,17 @@ def epsilons_of_ratio(
         squares: the second moment below the root.
     """
     x, y = (side.reshape(-1) for side in moved)
-    if (squares < 0).any() or not norm(squares):
+    if (squares < 0).any():
         return None
     root = np.sqrt(squares).reshape(-1)
-    for text, below in (("an epsilon", root), ("an epsilon inside the root", np.square(root))):
-        left, right = (x, y) if text == "an epsilon" else (np.square(x), np.square(y))
+    for text, power in (("an epsilon", 1), ("an epsilon inside the root", 2)):
+        left, right, below = x**power, y**power, root**power
         terms = np.stack([right, -left], axis=1)
         size = norm(left * below)
         (wrong, own), *_ = np.linalg.lstsq(terms, (left - right) * below, rcond=None)
         under = below + max(wrong, 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(under > 0, (below + max(own, 0.0)) / under, 0.0)
-        predicted = x * (ratio if text == "an epsilon" else np.sqrt(ratio))
+        ratio = (below + max(own, 0.0)) / np.where(under > 0, under, np.inf)
+        predicted = x * ratio ** (1 / power)
         if size and accepted(distance(y, predicted), distance(x, y), tolerance):
             return text, distance(y, predicted)
     return None
