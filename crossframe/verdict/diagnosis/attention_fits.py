@@ -244,7 +244,7 @@ def _constants(
     def apart(constants: np.ndarray) -> float:
         return distance(y, of(constants))
 
-    bends = {start.cap and start.cap**-2, *((0.0, 4e-4, 0.01, 0.1, 1.0) if capped else ())}
+    bends = {start.cap and start.cap**-2, *((0.0, 0.01, 1.0) if capped else ())}
     powers = range(-4, 5) if capped else range(-8, 9)
     now = min((np.array([start.factor * 2.0**i, bend]) for i in powers for bend in bends), key=apart)
     for _ in range(30):
@@ -253,7 +253,7 @@ def _constants(
         ways = [(of(now + h * np.eye(2)[i]) - here).reshape(-1) / h for i, h in enumerate(steps)]
         moved = np.zeros(2)
         moved[: len(ways)] = np.linalg.lstsq(np.stack(ways, axis=1), (y - here).reshape(-1), rcond=None)[0]
-        reached = np.array([max(now[0] + moved[0], now[0] / 4), max(now[1] + moved[1], now[1] / 8)])
+        reached = np.maximum(now + moved, now / 8)
         if not np.isfinite(reached).all() or apart(reached) >= distance(y, here):
             break
         now = reached

@@ -382,7 +382,19 @@ def test_pooling_that_counts_padding_is_found(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["adjacent", "grouped", "window", "narrow", "masked", "cap", "fused", "unusual", "all seen"]
+    "name",
+    [
+        "adjacent",
+        "grouped",
+        "window",
+        "narrow",
+        "masked",
+        "masked in the last sample",
+        "cap",
+        "fused",
+        "unusual",
+        "all seen",
+    ],
 )
 def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
     q, k, v = (drawn(f"{name} {each}", 3, 6, 8) for each in "qkv")
@@ -394,6 +406,7 @@ def test_the_scale_of_attention_of_many_kinds(name: str) -> None:
         "window": replace(right, window=3),
         "narrow": replace(right, window=2),
         "masked": replace(right, window=4, keys=np.arange(6) < np.array([6, 4, 5])[:, None]),
+        "masked in the last sample": replace(right, keys=np.arange(6) < np.array([6, 6, 5])[:, None]),
         "cap": replace(right, cap=50.0),
         "unusual": replace(right, base=1e4, cap=1.5, window=4, factor=0.35),
         "all seen": replace(right, causal=False, factor=0.35),
