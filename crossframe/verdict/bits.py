@@ -11,7 +11,7 @@ and environment are equal too, the pair itself is a repetition, so any differenc
 here because they start from other values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,31 +61,9 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
         RecordingError: a repeat that is not of the same run as either recording.
     """
     a, b = pair.a, pair.b
-    objection = program_difference(a, b)
-    if objection is None and (step := next((s for s in range(first.step + 1) if pair.reordered(s)), None)) is not None:
-        objection = (
-            f"from step {step} on, samples are in a different order, in other microbatches, or with further arrays or other "
-            "numbers"
-        )
-    if objection is None and any(step <= first.step for step in pair.routed.values()):
-        objection = (
-            f"the rows of {next(iter(pair.routed))!r} come in another order, so sums over them round in another way"
-        )
-    if objection is None and first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
-        objection = "gradients were recorded after clipping in one of them and before it in the other"
-    if (
-        objection is None
-        and first.phase != PARAMETERS
-        and first.kind != ACTIVATION
-        and scaled_on_one_side(pair, first.step)
-    ):
-        objection = "one of them multiplies its loss and divides its gradients"
-    if objection is None:
-        objection = operator_difference(pair, first)
-    if objection is not None:
+    if objection := next(_objections(pair, first), None):
         return Bits(objection)
     program = a.manifest.settings[PROGRAM]
-    compiled = bool(program.get(COMPILED))
     if is_repetition(a, b):
         reason = "both were recorded by the same command, source and environment"
         return Bits(
@@ -102,7 +80,26 @@ def bits_of(pair: Pair, first: Quantity, repeats: Sequence[Recording] = ()) -> B
             f"operators on {program['device']} may be nondeterministic: ask for deterministic algorithms, or pass a "
             "second recording of one of the runs with --repeat"
         )
-    return Bits(None, compiled=compiled, repeated=bool(repeats))
+    return Bits(None, compiled=bool(program.get(COMPILED)), repeated=bool(repeats))
+
+
+def _objections(pair: Pair, first: Quantity) -> Iterator[str]:
+    """What may have changed the bits of two recordings, as clauses."""
+    if objection := program_difference(pair.a, pair.b):
+        yield objection
+    if (step := next((step for step in range(first.step + 1) if pair.reordered(step)), None)) is not None:
+        yield (
+            f"from step {step} on, samples are in a different order, in other microbatches, or with further arrays or other "
+            "numbers"
+        )
+    if any(step <= first.step for step in pair.routed.values()):
+        yield f"the rows of {next(iter(pair.routed))!r} come in another order, so sums over them round in another way"
+    if first.step in pair.steps and clipped_on_one_side(pair, first.step) is not None:
+        yield "gradients were recorded after clipping in one of them and before it in the other"
+    if first.phase != PARAMETERS and first.kind != ACTIVATION and scaled_on_one_side(pair, first.step):
+        yield "one of them multiplies its loss and divides its gradients"
+    if objection := operator_difference(pair, first):
+        yield objection
 
 
 def program_difference(a: Recording, b: Recording) -> str | None:

@@ -59,19 +59,12 @@ def evidence_from_bits(
         measured: whether bounds are measured on perturbed runs.
         strict: a difference of a few roundings is a different computation too.
     """
-    first = findings.in_bits
-    if (
-        bits is None
-        or bits.objection is not None
-        or first is None
-        or first.quantity.bound is None
-        or verdict is Verdict.INCOMPARABLE
-    ):
+    first = _apart_in_bits(findings, bits)
+    if bits is None or first is None or verdict is Verdict.INCOMPARABLE:
         return None
     if verdict is Verdict.BUG and (first.beyond or bits.compiled):
         return None
-    q = first.quantity
-    where = locate_sketch(first, pair) if q.sketched else _located_in_bits(first, pair)
+    q, where = first.quantity, _located_in_bits(first, pair)
     # Both were computed from the same bits, so the residual of a hypothesis is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
     if verdict is Verdict.ROUNDING and not strict and diagnosis is None and is_few_roundings(pair, q):
@@ -90,6 +83,14 @@ def evidence_from_bits(
     return Evidence(Verdict.BUG if is_bug else Verdict.DIFFERENT, first, where, diagnosis, reason)
 
 
+def _apart_in_bits(findings: Findings, bits: Bits | None) -> Judgement | None:
+    """The first quantity that differs in bits; None if that is no evidence, or if its bits must be equal anyway."""
+    first = findings.in_bits
+    if bits is None or bits.objection is not None or first is None or first.quantity.bound is None:
+        return None
+    return first
+
+
 def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
     """Whether both sides of a quantity are as near as two formulas of one value. See [Note: a few roundings]."""
     alone = quantity.kind in (FORWARD, NORM)  # recorded as float64, whatever the dtype in which it was computed
@@ -100,10 +101,8 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
 
 def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
     """Where one program first computed other bits, by as little as a few roundings, as a clause; "" if it did not."""
-    first = findings.in_bits
-    if bits is None or bits.objection is not None or first is None or first.quantity.bound is None:
-        return ""
-    if not is_few_roundings(pair, first.quantity):
+    first = _apart_in_bits(findings, bits)
+    if first is None or not is_few_roundings(pair, first.quantity):
         return ""
     q = first.quantity
     return (
@@ -127,10 +126,8 @@ def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str]) 
     A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too: a difference
     of less than a hundredth of its bound, some hundred roundings, says nothing.
     """
-    first = findings.in_bits
-    if bits is None or bits.objection is not None or not bits.compiled or first is None or first.beyond:
-        return ""
-    if first.used < _LEAST_SHARE:
+    first = _apart_in_bits(findings, bits)
+    if bits is None or not bits.compiled or first is None or first.beyond or first.used < _LEAST_SHARE:
         return ""
     q = first.quantity
     return (
@@ -156,7 +153,7 @@ def evidence_from_cause(
         return None
     if pair.a.manifest.framework != pair.b.manifest.framework or operator_difference(pair, first.quantity) is not None:
         return None  # a different operator or kernel rounds elsewhere
-    where = locate_sketch(first, pair) if first.quantity.sketched else _located_in_bits(first, pair)
+    where = _located_in_bits(first, pair)
     diagnosis = diagnose(pair, first, where, _few_roundings)
     if diagnosis is None or diagnosis.signature not in _REPEATED:
         return None
@@ -168,6 +165,8 @@ def evidence_from_cause(
 
 
 def _located_in_bits(judgement: Judgement, pair: Pair) -> Divergence:
+    if judgement.quantity.sketched:
+        return locate_sketch(judgement, pair)
     return locate(replace(judgement, quantity=replace(judgement.quantity, bound=None)), pair.b.manifest)
 
 

@@ -212,16 +212,9 @@ class Case:
     def elements_of(self, rank: int, name: str = "") -> np.ndarray:
         """The elements of a parameter that a rank of the shard group owns in the wrong recording."""
         manifest, name = self.wrong.manifest, name or self.name
-        sharding = Sharding(manifest.units, manifest.mesh)
-        found = sharding.find(name)
-        assert found is not None, name
-        layout = sharding.units[found[0]][1]
-        runs = [
-            run for piece in layout.pieces(rank) if piece.name == layout.params[found[1]].name for run in piece.runs()
-        ]
-        return np.concatenate(
-            [np.arange(run.param_start, run.param_start + run.numel) for run in runs] or [np.zeros(0, int)]
-        )
+        pieces = (piece for _, piece in Sharding(manifest.units, manifest.mesh).pieces(rank) if piece.name == name)
+        runs = [np.arange(run.param_start, run.param_start + run.numel) for piece in pieces for run in piece.runs()]
+        return np.concatenate([np.zeros(0, int), *runs])
 
     def microbatches_of(self, recording: Recording) -> int:
         """The number of accumulated microbatches per step, as far as stated or recorded."""

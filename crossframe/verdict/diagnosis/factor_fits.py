@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from crossframe.recording import Manifest
-from crossframe.verdict.diagnosis.fit import Contrast, accepted
+from crossframe.verdict.diagnosis.fit import Contrast, accepted, factor_between
 from crossframe.verdict.measure.metrics import norm
 
 BY_CHANCE = 0.05
@@ -42,16 +42,12 @@ def factor_of(sides: Contrast) -> Factor | None:
     >>> round(factor_of(Contrast(np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0]), 1e-9)).value, 6)
     2.0
     """
-    x, y = sides.right.reshape(-1), sides.wrong.reshape(-1)
-    size = norm(x)
-    if not size or not math.isfinite(size):
-        return None
-    value = float((x / size) @ y) / size
-    residual, roundoff = sides.residual(value * sides.right), 2 * sides.roundoff * norm(y)
+    size, value = norm(sides.right), factor_between(sides.right, sides.wrong)
+    residual, roundoff = sides.residual(value * sides.right), 2 * sides.roundoff * norm(sides.wrong)
     tolerance = sides.limit * (abs(value) + max(1.0, abs(value))) + roundoff
     if abs(value) * size <= tolerance or not accepted(residual, sides.difference, tolerance):
         return None
-    noise = 3 * residual / math.sqrt(x.size - 1) + roundoff if x.size > 1 else tolerance
+    noise = 3 * residual / math.sqrt(sides.right.size - 1) + roundoff if sides.right.size > 1 else tolerance
     return Factor(value, tolerance / size, min(noise, tolerance) / size, residual, roundoff)
 
 

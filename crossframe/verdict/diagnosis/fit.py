@@ -165,7 +165,8 @@ def is_uninformative(array: np.ndarray, limit: float = 0.0) -> bool:
     >>> is_uninformative(np.ones(3)), is_uninformative(np.array([1e-9, 0.0]), 1e-8), is_uninformative(np.arange(3.0), 0.1)
     (True, True, False)
     """
-    return array.size == 0 or norm(array.astype(np.float64) - float(array.reshape(-1)[0])) <= limit
+    flat = array.astype(np.float64).reshape(-1)
+    return norm(flat - flat[:1]) <= limit
 
 
 @dataclass(frozen=True)

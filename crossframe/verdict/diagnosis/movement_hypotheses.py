@@ -180,7 +180,7 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
 
 def tied_weight(case: Case) -> Iterator[Fit]:
     """The gradient of one use of a tied weight is missing or counted twice."""
-    if case.phase not in (BACKWARD, REDUCE) or not case.whole or not norm(case.sides.right):
+    if case.phase not in (BACKWARD, REDUCE) or not case.whole:
         return
     aliases = {alias for side in (case.right, case.wrong) for alias in side.manifest.params[case.name].aliases}
     if aliases and not norm(case.sides.wrong):

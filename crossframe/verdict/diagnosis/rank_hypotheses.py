@@ -62,7 +62,7 @@ def _missing_slice(case: Case) -> Iterator[Fit]:
         held = case.elements_of(rank)
         # A parameter that one rank owns entirely shows little, unless another rank gathered zeros for it.
         least_said = held.size == wrong.size and (case.phase != UNSHARDED or rank == own)
-        if not held.size or not norm(right[held]) or least_said:
+        if not norm(right[held]) or least_said:
             continue
         for text, fill in fills.items():
             predicted = right.copy()

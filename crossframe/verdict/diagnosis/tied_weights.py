@@ -48,13 +48,11 @@ def uses_of(sides: Contrast, rows: np.ndarray | None = None) -> Uses | None:
             contributes once.
     """
     right, wrong = sides.right, sides.wrong
-    if right.ndim != 2 or not norm(right):
+    if right.ndim != 2:
         return None
     apart = np.sqrt(np.square(wrong - right).sum(axis=1))
     found = apart > sides.limit / np.sqrt(len(apart)) if rows is None else rows
     never = ~found
-    if not found.any() or not never.any():
-        return None
     all_rows = _count(right[never], wrong[never], sides.limit)
     if all_rows is None:
         return None
