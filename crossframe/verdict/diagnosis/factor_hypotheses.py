@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.event_format import COUNT, FORWARD, NORM, UNSHARDED
+from crossframe.recording.event_format import COUNT, FORWARD, UNSHARDED
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
@@ -85,7 +85,7 @@ def _sizes(case: Case) -> dict[str, float]:
 
 def _over_ranks(case: Case) -> Contrast:
     """A loss or norm together with those of the other ranks, for a better fit."""
-    if case.phase not in (FORWARD, NORM) or case.quantity.rank is None or case.both.right.size > 1:
+    if case.quantity.rank is None:
         return case.sides
     if case.quantity.event == "loss":
         rows = [recording.losses()[case.step] for recording in (case.right, case.wrong)]

@@ -168,46 +168,41 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
         decay=stated.coupled,
         squared=squared,
     )
-    kept = _clipping(case, case.wrong, stated)
     for fit in fits:
-        if beta := _as_beta(case, fit, average, squared, slots_of(case.right, stated.kind)):
-            yield _of_side(case, fit, beta)
-            continue
-        also = _as_unclipped(fit, kept**2 if squared else kept, stated.clip)
-        yield _of_side(case, fit, also or _as_clipped(fit, stated.clip))
+        yield _of_side(case, fit, _reason(case, fit, stated, average, squared))
 
 
-def _as_beta(case: Case, fit: Fit, average: Average, squared: bool, slots: tuple[str, ...]) -> str:
+def _reason(case: Case, fit: Fit, stated: Stated, average: Average, squared: bool) -> str:
+    """A clause that attributes a factor on the input of a moment to another beta or to clipping; "" otherwise."""
+    factor = fit.claim.value
+    if fit.claim.kind != "gradient" or factor is None:
+        return ""
+    if beta := _as_beta(case, factor, average, squared, slots_of(case.right, stated.kind)):
+        return beta
+    kept = _clipping(case, case.wrong, stated) ** (2 if squared else 1)
+    if kept != 1.0 and abs(factor * kept - 1) <= fit.claim.error * kept + 1e-6:
+        return f", as without clipping to {stated.clip:g}"
+    shrinks = 0 < factor < 1 and math.isinf(stated.clip)
+    return ", as with clipped gradients, which are not stated" if shrinks else ""
+
+
+def _as_beta(case: Case, value: float, average: Average, squared: bool, slots: tuple[str, ...]) -> str:
     """A clause that attributes a factor on the input of one moment to another beta, because the other moment agrees."""
     slot = slots[0] if squared else slots[-1]
-    if fit.claim.kind != "gradient" or fit.claim.value is None or average.gain == 1.0:
+    if average.gain == 1.0:
         return ""
     others = case.in_both(lambda recording: case.moment(recording, case.step, case.name, slot))
     if others is None:
         return ""
     sides = [case.cut(each) for each in others]
     # With another factor on the gradient, the other moment would differ accordingly.
-    factor = math.sqrt(abs(fit.claim.value)) if squared else fit.claim.value**2
+    factor = math.sqrt(abs(value)) if squared else value**2
     if distance(*sides) > 0.01 * abs(factor - 1) * norm(sides[0]):
         return ""
-    beta, name = 1 - fit.claim.value * average.gain, "beta2" if squared else "beta1"
+    beta, name = 1 - value * average.gain, "beta2" if squared else "beta1"
     if not 0 <= beta < 1:
         return ""
     return f", as with {name} = {beta:.6g} instead of {average.keep:.6g}: {slot} agrees, so the gradients agree"
-
-
-def _as_unclipped(fit: Fit, kept: float, clip: float) -> str:
-    """A clause that attributes a factor to missing clipping, if it is the inverse of the clipping factor."""
-    if fit.claim.kind != "gradient" or fit.claim.value is None or kept == 1.0:
-        return ""
-    alike = abs(fit.claim.value * kept - 1) <= fit.claim.error * kept + 1e-6
-    return f", as without clipping to {clip:g}" if alike else ""
-
-
-def _as_clipped(fit: Fit, clip: float) -> str:
-    """A clause that attributes a factor below 1 to clipping, if the recording states no clipping."""
-    shrinks = fit.claim.kind == "gradient" and fit.claim.value is not None and 0 < fit.claim.value < 1
-    return ", as with clipped gradients, which are not stated" if shrinks and math.isinf(clip) else ""
 
 
 def average_of(rule: Rule, slot: str, slots: tuple[str, ...]) -> tuple[Average, bool]:
