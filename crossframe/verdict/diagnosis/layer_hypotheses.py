@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from crossframe.recording.event_format import FORWARD, INPUT, OUTPUT
+from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.attention_fits import (
     MOST_ELEMENTS,
     MOST_KEYS,
@@ -56,12 +56,7 @@ def shifted_positions(case: Case) -> Iterator[Fit]:
 def _other_rows(case: Case) -> Iterator[Fit]:
     """The same for the output of a table itself, where the shift may differ between samples and need not hold for padding."""
     params = parameters_of(case)
-    if (
-        params is None
-        or params[0].ndim != 2
-        or params[1] is not None
-        or case.quantity.dtypes[0] != case.quantity.dtypes[1]
-    ):
+    if params is None or params[0].ndim != 2:
         return
     if found := rows_off(case.both, params[0].astype(case.quantity.a.dtype).astype(np.float64)):
         shifts = ", ".join(f"{abs(by)} {'later' if by > 0 else 'earlier'}" for by in found.shifts)
@@ -81,7 +76,7 @@ def _position_tables(case: Case) -> Iterator[tuple[str, np.ndarray]]:
             continue
         if (table := case.as_used(case.right, name)) is not None:
             yield repr(name), np.asarray(table, np.float64).reshape(shape)
-    if width % 2 == 0 and case.phase == FORWARD:
+    if width % 2 == 0:
         angles = np.arange(length + MOST_ROWS)[:, None] * 1e4 ** -(np.arange(0, width, 2) / width)
         waves = np.sin(angles), np.cos(angles)
         yield "a table of alternating sines and cosines", np.stack(waves, axis=-1).reshape(len(angles), width)
@@ -247,7 +242,7 @@ def padding_in_norm(case: Case) -> Iterator[Fit]:
 def padding_in_pooling(case: Case) -> Iterator[Fit]:
     """A mean, a maximum or the last position of a sequence counts padding at its end."""
     shape, rank = case.both.right.shape, case.quantity.rank
-    if len(shape) != 2 or rank is None or case.phase != FORWARD:
+    if len(shape) != 2 or rank is None:
         return
     candidates = (
         at
