@@ -163,14 +163,13 @@ class MappedRecording(Recording):
 
     def _part(self, phase: str, step: int, path: str, use: str, rank: int) -> np.ndarray:
         spec = self.source.manifest.params[path]
-        if not self.source.has(phase, step, path, use=use):
-            return np.zeros(spec.shape, numpy_dtype(spec.dtype))  # as a gradient of None (R29)
-        if phase not in WHOLE_ON_RANK:
+        if phase in WHOLE_ON_RANK:
+            part = self.source.own_range(phase, step, rank, path)
+            if part is not None:
+                return self.source.elements(step, part).reshape(spec.shape)
+        elif self.source.has(phase, step, path, use=use):
             return self.source.full(phase, step, path, use=use, replica=rank // self.manifest.mesh.shard)
-        part = self.source.own_range(phase, step, rank, path)
-        if part is None:
-            return np.zeros(spec.shape, numpy_dtype(spec.dtype))
-        return self.source.elements(step, part).reshape(spec.shape)
+        return np.zeros(spec.shape, numpy_dtype(spec.dtype))  # as a gradient of None (R29)
 
     def sketch(self, phase: str, step: int, name: str, *, use: str = "", replica: int = 0) -> Sketch:
         if not self._keeps_sketches(name):

@@ -38,7 +38,7 @@ from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from crossframe.verdict.measure.aligned_samples import At, aligned, in_place, shared_activations, unmatched
 from crossframe.verdict.measure.buffers import buffers_of
-from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.clipping import Multiplied, clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
@@ -403,46 +403,44 @@ def _losses(pair: Pair, step: int) -> Group:
     if not alone:
         factors = (1.0, 1.0) if pair.same_world else shares_of(pair)
         rows = [np.array([row.mean() * factor]) for row, factor in zip(rows, factors, strict=True)]
+    return [_loss(pair, step, rank, _numbers(rows[0][i], rows[1][i])) for i, rank in enumerate(ranks)]
+
+
+def _loss(pair: Pair, step: int, rank: int | None, sides: Sides) -> Quantity:
+    """A loss on its own scale, without the factor that one recording has."""
     scaled = scaled_on_one_side(pair, step)
-    group = []
-    for i, rank in enumerate(ranks):
-        sides = _numbers(rows[0][i], rows[1][i])
-        made = _quantity(pair, step, FORWARD, "loss", "", sides, bound=pair.bounds.loss, rank=rank)
-        if scaled and scaled.in_loss:
-            made = made.times(*scaled.undone)
-        group.append(made.with_scale(abs(float(made.a[0]))))
-    return group
+    made = _quantity(pair, step, FORWARD, "loss", "", sides, bound=pair.bounds.loss, rank=rank)
+    if scaled and scaled.in_loss:
+        made = made.times(*scaled.undone)
+    return made.with_scale(abs(float(made.a[0])))
+
+
+def _undone(found: Multiplied | None) -> tuple[float, float]:
+    """What to multiply gradients of a and of b by."""
+    return found.undone if found else (1.0, 1.0)
 
 
 def _losses_of_backwards(pair: Pair, step: int) -> Iterator[Group]:
     """The loss of each backward where optimizers take turns, on the scale of all: a single one may be a small difference."""
     if not _alike_backwards(pair, step):
         return
-    scaled = scaled_on_one_side(pair, step)
     ranks = range(pair.a.manifest.world_size)
     of_ranks = [[recording.backwards(step, rank) for recording in (pair.a, pair.b)] for rank in ranks]
     for i in range(len(of_ranks[0][0])):
         group = []
         for rank, (a, b) in zip(ranks, of_ranks, strict=True):
-            sides = _numbers(a[i][1], b[i][1])
-            made = _quantity(pair, step, FORWARD, "loss", "", sides, bound=pair.bounds.loss, rank=rank)
-            made = replace(made, microbatch=i + 1)
-            if scaled and scaled.in_loss:
-                made = made.times(*scaled.undone)
+            made = replace(_loss(pair, step, rank, _numbers(a[i][1], b[i][1])), microbatch=i + 1)
             group.append(made.with_scale(sum(abs(loss) for _, loss in a)))
         yield group
 
 
 def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
-    ranks, names = range(pair.a.manifest.world_size), pair.names(backward=True)
-    if any(not any(r.has(BACKWARD, step, name) for name in names) for r in (pair.a, pair.b)):
-        return  # one side recorded none at this step because its dense window is shorter
-    scaled = scaled_on_one_side(pair, step)
-    by = scaled.undone if scaled else (1.0, 1.0)
+    # One side may have recorded none at this step because its dense window is shorter.
+    if not (names := _recorded(pair, BACKWARD, step, pair.names(backward=True))):
+        return
+    ranks, by = range(pair.a.manifest.world_size), _undone(scaled_on_one_side(pair, step))
     typical = [pair.typical_local(step, rank) for rank in ranks]
     for name in names:
-        if not pair.any_has(BACKWARD, step, name):
-            continue
         group = []
         for rank in ranks:
             sides = pair.rank_values(BACKWARD, step, rank, name)
@@ -487,8 +485,7 @@ def _recorded(pair: Pair, phase: str, step: int, names: list[str]) -> list[str]:
 
 def _reduced_grad(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:
     event = REDUCE_SCATTER if pair.b.manifest.mesh.shard > 1 else ALL_REDUCE
-    clipped = clipped_on_one_side(pair, step)
-    by = clipped.undone if clipped else (1.0, 1.0)
+    by = _undone(clipped_on_one_side(pair, step))
     sides, typical = pair.assemble(REDUCE, step, name, replicas), pair.sizes[0].typical[step]
     return _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1], by)
 

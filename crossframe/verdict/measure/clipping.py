@@ -24,12 +24,11 @@ _LEAST = 0.01
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """One recording has a step's gradients after clipping, the other before it.
+class Multiplied:
+    """Gradients of one recording are those of the other one times a factor.
 
     Attributes:
-        side: the recording with clipped gradients, 0 for a and 1 for b.
-        factor: the clipping factor, between 0 and 1.
+        side: the recording with the factor, 0 for a and 1 for b.
     """
 
     side: int
@@ -37,8 +36,12 @@ class Clipped:
 
     @property
     def undone(self) -> tuple[float, float]:
-        """What to multiply gradients of a and of b by."""
+        """What to multiply values of a and of b by."""
         return (1.0, 1 / self.factor) if self.side else (1 / self.factor, 1.0)
+
+
+class Clipped(Multiplied):
+    """One recording has a step's gradients after clipping, the other before it. The factor is between 0 and 1."""
 
     def describe(self, names: tuple[str, str], step: int) -> str:
         return (
@@ -123,20 +126,17 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
     if moved[0] is None or moved[1] is None or moved[0].size != x.size:
         return None
     terms = np.stack([x, before[0]], axis=1)
-    rate = abs(float(np.linalg.lstsq(terms, moved[0], rcond=None)[0][0]))
-    residual = norm(moved[0] - terms @ np.linalg.lstsq(terms, moved[0], rcond=None)[0])
-    most = (1 - factor) * rate * size / 2
-    return None if residual > most else distance(moved[0], moved[1]) <= most
+    solution = np.linalg.lstsq(terms, moved[0], rcond=None)[0]
+    most = (1 - factor) * abs(float(solution[0])) * size / 2
+    return None if distance(moved[0], terms @ solution) > most else distance(moved[0], moved[1]) <= most
 
 
 def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:
     """The update of a parameter and its value before; (None, empty) if either was sketched or not recorded."""
-    none = None, np.zeros(0)
-    if sketched or not all(recording.has(*at, name) for at in (before_step(step), (UPDATE, step))):
-        return none
-    before = assemble(recording, *before_step(step), name).elements
-    after = assemble(recording, UPDATE, step, name).elements
-    if before is None or after is None:
-        return none
-    start = np.asarray(before, np.float64).reshape(-1)
-    return np.asarray(after, np.float64).reshape(-1) - start, start
+    ends = before_step(step), (UPDATE, step)
+    if not sketched and all(recording.has(*at, name) for at in ends):
+        before, after = (assemble(recording, *at, name).elements for at in ends)
+        if before is not None and after is not None:
+            start = np.asarray(before, np.float64).reshape(-1)
+            return np.asarray(after, np.float64).reshape(-1) - start, start
+    return None, np.zeros(0)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from crossframe.layout import Sharding
 from crossframe.recording.event_format import COUNT, FORWARD, NORM, STATE
 from crossframe.recording.manifest import Manifest
 from crossframe.verdict.measure.judge import Judgement, not_finite
@@ -83,21 +82,20 @@ def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]
         if q.rank is not None:
             found.add(q.rank)
         elif q.parameter and not q.sketched and q.use != COUNT:
-            found |= _owners(manifest, q, np.flatnonzero(_off(judgement)[0]))
+            off, first = _off(judgement)[0], q.replica * manifest.mesh.shard
+            found |= {first + i for i, held in enumerate(_held_by_rank(manifest, q.parameter)) if off[held].any()}
     return tuple(sorted(found))
 
 
-def _owners(manifest: Manifest, q: Quantity, elements: np.ndarray) -> set[int]:
-    """The ranks of a replica that own any of these elements."""
-    found = Sharding(manifest.units, manifest.mesh).find(q.parameter)
-    assert found is not None, q.parameter
-    layout, name = manifest.units[found[0]][1], q.parameter
-    owners = set()
-    for place in range(manifest.mesh.shard):
-        runs = [run for piece in layout.pieces(place) if piece.name == name for run in piece.runs()]
-        if any(((elements >= r.param_start) & (elements < r.param_start + r.numel)).any() for r in runs):
-            owners.add(q.replica * manifest.mesh.shard + place)
-    return owners
+def _held_by_rank(manifest: Manifest, parameter: str) -> list[np.ndarray]:
+    """The elements of a parameter that each shard rank owns, in order."""
+    layout = next(layout for _, layout in manifest.units if any(param.name == parameter for param in layout.params))
+    held = []
+    for rank in range(manifest.mesh.shard):
+        runs = [run for piece in layout.pieces(rank) if piece.name == parameter for run in piece.runs()]
+        own = [np.arange(run.param_start, run.param_start + run.numel) for run in runs]
+        held.append(np.concatenate([np.empty(0, int), *own]))
+    return held
 
 
 def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
@@ -122,7 +120,8 @@ def locate(judgement: Judgement, manifest: Manifest) -> Divergence:
     worst = int(np.flatnonzero(off)[np.argmax(size[off])])
     rank, held = q.rank, np.arange(off.size)
     if rank is None:
-        shard_rank, held = _held_with(manifest, q.parameter, worst)
+        by_rank = enumerate(_held_by_rank(manifest, q.parameter))
+        shard_rank, held = next((i, own) for i, own in by_rank if worst in own)
         rank = q.replica * manifest.mesh.shard + shard_rank
     inside = held[off[held]]
     return Divergence(q.step, q.phase, rank, q.unit, q.parameter or None, int(inside[0]), int(inside[-1]) + 1, q.event)
@@ -143,19 +142,6 @@ def _off(judgement: Judgement) -> tuple[np.ndarray, np.ndarray]:
         bits = [np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (a, b)]
         return (bits[0] != bits[1]).any(axis=1) & ~shared, apart
     return apart > q.bound * q.scale / np.sqrt(a.size), apart
-
-
-def _held_with(manifest: Manifest, parameter: str, element: int) -> tuple[int, np.ndarray]:
-    """The shard rank that owns an element, and all elements of the parameter that it owns."""
-    sharding = Sharding(manifest.units, manifest.mesh)
-    found = sharding.find(parameter)
-    assert found is not None, parameter
-    bucket, i = found
-    layout = sharding.units[bucket][1]
-    (one,) = layout.find(i, element, element + 1)
-    pieces = (piece for piece in layout.pieces(one.rank) if piece.name == layout.params[i].name)
-    runs = [run for piece in pieces for run in piece.runs()]
-    return one.rank, np.concatenate([np.arange(run.param_start, run.param_start + run.numel) for run in runs])
 
 
 def locate_sketch(judgement: Judgement, pair: Pair) -> Divergence:

@@ -31,7 +31,7 @@ from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, REDUCE
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.measure.bounds_by_dtype import reduces_in
-from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.clipping import Multiplied, clipped_on_one_side
 from crossframe.verdict.measure.metrics import norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.values import Side, assemble, match_values, rank_values
@@ -41,23 +41,14 @@ _LEAST = 2.0
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """One recording has local gradients of a multiplied loss.
+class Scaled(Multiplied):
+    """One recording has local gradients of a multiplied loss. The factor is at least 2, and a power of two is exact.
 
     Attributes:
-        side: the recording with the larger ones, 0 for a and 1 for b.
-        factor: the factor, at least 2. A power of two is exact.
         in_loss: whether its recorded losses have the factor too.
     """
 
-    side: int
-    factor: float
     in_loss: bool
-
-    @property
-    def undone(self) -> tuple[float, float]:
-        """What to multiply values of a and of b by."""
-        return (1.0, 1 / self.factor) if self.side else (1 / self.factor, 1.0)
 
     def describe(self, names: tuple[str, str], step: int) -> str:
         what = "losses and local gradients are" if self.in_loss else "local gradients are"

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.alignment.module_names import kind_of
+from crossframe.alignment.module_names import enclosing, kind_of
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.measure.aligned_samples import At
 from crossframe.verdict.measure.metrics import distance, norm
@@ -72,7 +72,7 @@ class RoutedRows:
         The outermost comes first: a fault inside of it does not change its input.
         """
         microbatch, module, _ = at
-        around = [*_around(module)[::-1], module] if module else [module]
+        around = [*dict.fromkeys(("", *reversed(list(enclosing(module))), module))]
         for each in around:
             use = next((use for use in (INPUT, OUTPUT) if (microbatch, each, use) in self._recorded), None)
             if use is None:
@@ -121,12 +121,6 @@ class RoutedRows:
         return matching_rows(a, b, self._pair.bounds.parameter)
 
 
-def _around(module: str) -> list[str]:
-    """The modules around a module, the innermost first and the model, "", last."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
-
-
 def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | None:
     """The order of b's rows in which they equal a's up to `bound` (see above); None if there is none.
 
@@ -143,13 +137,18 @@ def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | No
     num_rows, size = len(a), norm(a)
     if distance(a, b) <= bound * size:
         return np.arange(num_rows)
-    spread = norm(a - a.mean(axis=0)) / np.sqrt(num_rows)
-    order = _assigned(a, b, min(bound * size / np.sqrt(num_rows), spread / 2))
-    if order is None:
-        return None
-    moved = order != np.arange(num_rows)
-    is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())
-    return order if is_unrelated else None
+    order = _assigned(a, b, min(bound * size / np.sqrt(num_rows), _spread(a) / 2))
+    return order if order is not None and _are_unrelated(a, b, order != np.arange(num_rows)) else None
+
+
+def _spread(a: np.ndarray) -> float:
+    """The root mean square distance of rows from their mean."""
+    return norm(a - a.mean(axis=0)) / np.sqrt(len(a))
+
+
+def _are_unrelated(a: np.ndarray, b: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether the rows that move are as far from those in their places as two rows that are drawn independently."""
+    return distance(a[moved], b[moved]) >= _spread(a) * np.sqrt(moved.sum())
 
 
 def may_be_reordered(a: np.ndarray, b: np.ndarray, bound: float) -> bool:
@@ -162,9 +161,8 @@ def may_be_reordered(a: np.ndarray, b: np.ndarray, bound: float) -> bool:
     if not (np.isfinite(a).all() and np.isfinite(b).all()) or distance(a, b) <= bound * norm(a):
         return False
     moved = np.linalg.norm(a - b, axis=1) > bound * norm(a) / np.sqrt(len(a))
-    spread = norm(a - a.mean(axis=0)) / np.sqrt(len(a))
-    is_unrelated = distance(a[moved], b[moved]) >= spread * np.sqrt(moved.sum())
-    return is_unrelated and distance(np.sort(a, axis=0), np.sort(b, axis=0)) <= bound * norm(a)
+    same_columns = distance(np.sort(a, axis=0), np.sort(b, axis=0)) <= bound * norm(a)
+    return same_columns and _are_unrelated(a, b, moved)
 
 
 def _assigned(a: np.ndarray, b: np.ndarray, most: float) -> np.ndarray | None:
