@@ -1,5 +1,6 @@
 """Reads the `events.jsonl` of a rank and checks it against the manifest."""
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -90,6 +91,11 @@ class StepLines:
     num_sketches: int = 0
     num_sample_items: int = 0
     most_bytes: int = 1 << 12
+
+    @functools.cached_property
+    def has_tensors(self) -> bool:
+        """Whether the step has tensors beside initial parameters, once all lines are known."""
+        return any(phase != event_format.PARAMETERS for phase, _, _ in self.tensors)
 
     def add_bytes(self, key: str, numel: int, line: dict[str, Any]) -> None:
         """Add the bytes of a tensor and of its entry in the header."""

@@ -17,7 +17,7 @@ import lzma
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Golden:
     places: tuple[tuple[np.ndarray, ...], ...]
     command: tuple[str, ...] = ()
     spread: StoredSpread | None = None
-    sums_dtype: str = field(default="float32")
+    sums_dtype: str = "float32"
 
     @property
     def num_sums(self) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ODD = np.uint64(_GOLDEN)
 
 
@@ -27,7 +27,7 @@ def mix(keys: np.ndarray) -> np.ndarray:
 def element_hashes(array: np.ndarray) -> np.ndarray:
     """A uint64 hash of the bits of each element, in the array's shape, which does not depend on its place. -0.0 is 0.0."""
     positive = one_nan(np.ascontiguousarray(array + np.zeros((), array.dtype)))
-    bits = positive.view(_UNSIGNED[array.dtype.itemsize])
+    bits = positive.view(UNSIGNED[array.dtype.itemsize])
     return mix(bits.astype(np.uint64) * _ODD + _ODD).reshape(array.shape)  # a scalar has no dims
 
 

@@ -38,7 +38,7 @@ class LiveRecording:
             )
         num_steps = min(reader.read().num_steps for reader in self._readers)
         if num_steps > self._recording.num_steps:
-            self._recording = self._recording.grown(num_steps)
+            self._recording = self._recording.with_num_steps(num_steps)
         return self._recording
 
     @property

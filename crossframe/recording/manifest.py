@@ -152,6 +152,10 @@ class Manifest:
         """The unit of every parameter."""
         return {param.name: unit for unit, layout in self.units for param in layout.params}
 
+    def layout_of(self, name: str) -> Layout:
+        """The layout that has a parameter."""
+        return next(layout for _, layout in self.units if any(param.name == name for param in layout.params))
+
     def maker(self, module: str, use: str) -> str:
         """The unit whose code computed an activation: the module's own unit for an output, the enclosing one for an input."""
         return enclosing_unit(module.rpartition(".")[0] if use == INPUT else module, self.unit_names)

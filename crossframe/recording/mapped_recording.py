@@ -126,16 +126,13 @@ class MappedRecording(Recording):
         if phase in WHOLE_ON_RANK:
             numel, ranks = self.manifest.params[name].numel, dict.fromkeys(part.rank for part in found)
             return [_MappedRange(rank, 0, numel, dtype, name, what=what) for rank in ranks]
-        layout, shard = self._layout(name), self.manifest.mesh.shard
+        layout, shard = self.manifest.layout_of(name), self.manifest.mesh.shard
         return [
             _MappedRange(rank, piece.param_start, piece.param_stop, dtype, name, what=what)
             for rank in range(self.manifest.world_size)
             for piece in layout.pieces(rank % shard)
             if piece.name == name
         ]
-
-    def _layout(self, name: str) -> Layout:
-        return next(layout for _, layout in self.manifest.units if any(param.name == name for param in layout.params))
 
     def elements(self, step: int, part: ElementRange) -> np.ndarray:
         if not isinstance(part, _MappedRange):

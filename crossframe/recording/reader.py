@@ -19,7 +19,7 @@ from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.element_ranges import ElementRange, StepRanges, SummedSketches
-from crossframe.recording.event_index import Batch, RankIndex, StepLines, UnequalRanks, parse_index, read_index
+from crossframe.recording.event_index import Batch, RankIndex, UnequalRanks, parse_index, read_index
 from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress
@@ -64,7 +64,6 @@ class Recording:
         self._ranges: dict[int, StepRanges] = {}
         self._kinds: dict[tuple[int, ...], StepRanges] = {}
         self._summed: dict[tuple[int, int], SummedSketches] = {}
-        self._recorded: dict[int, bool] = {}
         self._moved: frozenset[tuple[str, str]] = frozenset()
         self._views: dict[frozenset[tuple[str, str]], Recording] = {}
 
@@ -164,14 +163,10 @@ class Recording:
         """
         if type(num_steps) is not int or num_steps < 1:
             raise RecordingError(f"steps: expected an int of at least 1, got {quote(num_steps)}")
-        if num_steps >= self.num_steps:
-            return self
-        view = copy.copy(self)
-        view.num_steps, view._views = num_steps, {}
-        return view
+        return self if num_steps >= self.num_steps else self.with_num_steps(num_steps)
 
-    def grown(self, num_steps: int) -> "Recording":
-        """This recording after more of its steps were read (`crossframe.recording.live`)."""
+    def with_num_steps(self, num_steps: int) -> "Recording":
+        """A view of another number of steps of this recording, all of which have been read."""
         view = copy.copy(self)
         view.num_steps, view._views = num_steps, {}
         for name in ("_steps", "backward_order"):
@@ -210,13 +205,7 @@ class Recording:
         """Whether the tensors of a step were recorded, by all ranks."""
         # In a golden, the first rank of a replica has the tensors of all its ranks.
         ranks = all if self.golden is None else any
-        return ranks(self._has_tensors(index.lines[step]) for index in self._indexes)
-
-    def _has_tensors(self, lines: StepLines) -> bool:
-        key = id(lines)  # steps share structures, which the indexes keep alive
-        if key not in self._recorded:
-            self._recorded[key] = any(phase != event_format.PARAMETERS for phase, _, _ in lines.tensors)
-        return self._recorded[key]
+        return ranks(index.lines[step].has_tensors for index in self._indexes)
 
     def recorded_steps(self) -> tuple[int, ...]:
         """The steps whose tensors were recorded, by all ranks."""
@@ -480,9 +469,7 @@ class Recording:
         line = self._activation(step, rank, microbatch, module, use)
         if line.get("sketch") is not None:
             raise RecordingError(f"{self.directory}: the {use} of {module!r} at step {step} was recorded as a sketch")
-        key = line.get("at", event_format.activation_key(use, microbatch, module))
-        file = self._file(rank, step, line.get("before", False))
-        values = file.read(key, line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
+        values = self._array(rank, step, event_format.activation_key(use, microbatch, module), line)
         return channels_first(values) if (module, use) in self._moved else values
 
     def activation_shape(self, step: int, rank: int, microbatch: int, module: str, use: str) -> tuple[int, ...]:
@@ -551,11 +538,15 @@ class Recording:
             RecordingError: it was not recorded.
         """
         at, line = self._buffer(step, rank, name)
-        key, numel = event_format.tensor_key(event_format.BUFFERS, name, line["use"]), math.prod(line["shape"])
+        key = event_format.tensor_key(event_format.BUFFERS, name, line["use"])
         if line.get("sketch") is not None:
-            return self._sketch(rank, at, key, line["sketch"], numel, line["dtype"], "")
-        file = self._file(rank, at, line.get("before", False))
-        return file.read(line.get("at", key), line["dtype"], numel).reshape(line["shape"])
+            return self._sketch(rank, at, key, line["sketch"], math.prod(line["shape"]), line["dtype"], "")
+        return self._array(rank, at, key, line)
+
+    def _array(self, rank: int, step: int, key: str, line: dict[str, Any]) -> np.ndarray:
+        """The array of a line that states a shape; `key` is its key unless other bytes are the same."""
+        file = self._file(rank, step, line.get("before", False))
+        return file.read(line.get("at", key), line["dtype"], math.prod(line["shape"])).reshape(line["shape"])
 
     def _buffer(self, step: int, rank: int, name: str) -> tuple[int, dict[str, Any]]:
         self._check(max(step, 0), rank)
@@ -567,10 +558,10 @@ class Recording:
 
     def _buffer_line(self, step: int, rank: int, name: str) -> tuple[int, dict[str, Any]] | None:
         """(the step that has it, its line)."""
-        lines = self._indexes[rank].lines
+        index = self._indexes[rank]
+        lines = index.lines
         if step >= 0 and (line := lines[step].buffers.get((name, event_format.CHANGED))) is not None:
             return step, line
-        index = self._indexes[rank]
         if step >= 0 and (step not in index.with_buffers or index.changed.get(name, step) < step):
             return None  # not recorded, or the model has it no longer
         line = lines[0].buffers.get((name, event_format.INITIAL))

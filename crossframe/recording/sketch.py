@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from crossframe.errors import RecordingError
-from crossframe.recording.hashing import element_keys, mix, one_nan
+from crossframe.recording.hashing import UNSIGNED, element_keys, mix, one_nan
 from crossframe.recording.sample import Sample
 
 NUM_SUMS = 256
@@ -43,7 +43,6 @@ WHOLE = 512
 FULL_NUMEL = 1_000_000
 """With detail "auto", recorders sketch models of more elements than this."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Elements that are processed at a time, so that intermediate arrays stay in the cache.
 _CHUNK = 1 << 15
 
@@ -180,7 +179,7 @@ def sketches_of(arrays: Sequence[np.ndarray], start: int = 0, *, seed: str = "")
             if not finite.all():
                 lost[i] += int(wide.size - finite.sum())
                 values, wide = one_nan(values), np.where(finite, wide, 0.0)
-            bits = values.view(_BITS[values.dtype.itemsize]).astype(np.uint64)
+            bits = values.view(UNSIGNED[values.dtype.itemsize]).astype(np.uint64)
             fingerprints[i] += int(mix(keys + bits * _ODD).sum(dtype=np.uint64))
             # Not with BLAS: on busy cores its threads wait for each other longer than a chunk takes.
             squares[i] += float(np.einsum("i,i->", wide, wide))

@@ -89,8 +89,7 @@ def ranks_off(group: Sequence[Judgement], manifest: Manifest) -> tuple[int, ...]
 
 def _held_by_rank(manifest: Manifest, parameter: str) -> list[np.ndarray]:
     """The elements of a parameter that each shard rank owns, in order."""
-    layout = next(layout for _, layout in manifest.units if any(param.name == parameter for param in layout.params))
-    held = []
+    layout, held = manifest.layout_of(parameter), []
     for rank in range(manifest.mesh.shard):
         runs = [run for piece in layout.pieces(rank) if piece.name == parameter for run in piece.runs()]
         own = [np.arange(run.param_start, run.param_start + run.numel) for run in runs]
