@@ -34,7 +34,7 @@ def permute_blocks(matching: Matching) -> None:
     found: dict[str, list[MapEntry]] = {}
     for names, paths in matching.groups():
         name, path = names[0], paths[0]
-        if len(names) == len(paths) == 1 and varies(matching.first[name]):
+        if len(names) == len(paths) == 1:
             form = solve_blocks(matching.first[name], matching.second[path])
             found.setdefault(kind_of(name), []).extend([MapEntry(name, path, form.text)] if form else [])
     decided = {kind_of(name) for name in matching.entries}

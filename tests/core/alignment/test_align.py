@@ -209,6 +209,7 @@ def test_rows_in_another_order_that_no_blocks_explain_are_undecided(change):
     array = values((12, 5))
     found = align({"a": array}, {"b": change(array)})
     assert [each.names for each in found.undecided] == [("a",)] and not found.param_map.entries
+    assert "the same elements in another order" in found.undecided[0].why
 
 
 @pytest.mark.parametrize(("rows", "num_blocks", "found"), [(2, 2, False), (4, 2, True), (16, 8, True), (18, 9, False)])
@@ -300,6 +301,30 @@ def test_zeros_are_permuted_as_the_weights_of_their_module(with_gradients):
     gradients = ({"fc.bias": rows(gradient)}, {"dense.b": gradient}) if with_gradients else None
     found = align({"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "dense.b": bias}, gradients)
     assert np.array_equal(found.param_map.by_name["fc.bias"].to_canonical(gradient), rows(gradient))
+
+
+def test_zeros_beside_the_module_of_a_weight_keep_their_order():
+    form, weight, bias = Rearrangement("(h kind=3 w=4) i -> (kind h w) i"), values((24, 5)), np.zeros(24, np.float32)
+    found = align({"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "shift.b": bias})
+    assert found.param_map.by_name["fc.bias"] == MapEntry("fc.bias", "shift.b")
+
+
+@pytest.mark.parametrize(
+    ("change", "known", "joined"),
+    [(1.0, "kv", True), (1.1, "kv", False), (1.1, "k", True)],
+    ids=["gradients agree", "gradients differ", "no gradient"],
+)
+def test_equal_biases_are_joined_as_the_weights_of_their_module(change, known, joined):
+    parts = {part: values((4, 5), i) for i, part in enumerate("kv")}
+    first = {"kv.weight": np.concatenate(list(parts.values())), "kv.bias": np.zeros(8)}
+    second = {
+        f"{part}.{name}": value for part, weight in parts.items() for name, value in (("w", weight), ("b", np.zeros(4)))
+    }
+    gradients = {f"{part}.b": values(4, i) for i, part in enumerate(known)}
+    both = {"kv.bias": change * np.concatenate([values(4, 0), values(4, 1)])}, gradients
+    found = align(first, second, both)
+    assert found.evidence.get("kv.bias") == (MODULES if joined else None)
+    assert not joined or found.param_map.by_name["kv.bias"].paths == ("k.b", "v.b")
 
 
 def test_zeros_of_a_square_weight_need_gradients_for_their_order():

@@ -9,6 +9,7 @@ import pytest
 from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, SIMILAR, VALUES, align
 from crossframe.alignment.sampled import order_of
 from crossframe.alignment.summary import Summary
+from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
 
 PATTERNS = {
@@ -159,6 +160,23 @@ def test_an_array_of_parameters_in_an_unknown_order_is_undecided():
         "the path has the elements of these parameters, in an order that their samples do not decide"
     )
     assert len(found.param_map.entries) == len(params) - 2
+
+
+@pytest.mark.parametrize("sketched", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_one_gradient_in_full_decides_the_order_of_square_zeros(sketched):
+    zeros, gradient = np.zeros((64, 64), np.float32), values((64, 64))
+    grads = [{"w": gradient}, {"w": gradient.T.copy()}]
+    for side in sketched:
+        grads[side] = summaries(grads[side])
+    entries = align(summaries({"w": zeros}), summaries({"w": zeros}), tuple(grads)).param_map.entries
+    assert [entry.pattern for entry in entries] == (["a b -> b a"] if len(sketched) == 1 else [])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 64), (1, 1), ()])
+def test_zeros_of_one_row_or_none_are_aligned(shape):
+    params = {"w": values((40, 64)), "b": np.zeros(shape, np.float32)}
+    found = align(summaries(params), summaries({f"{name}_2": each for name, each in params.items()}))
+    assert found.param_map.entries == (MapEntry("w", "w_2"), MapEntry("b", "b_2"))
 
 
 @pytest.mark.parametrize("noise", [0.1, 3.0], ids=["similar", "unrelated"])
