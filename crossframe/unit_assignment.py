@@ -5,7 +5,7 @@ registrations of one parameter. A parameter belongs to the nearest enclosing uni
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
 
 
-def enclosing_unit(module: str, unit_names: frozenset[str]) -> str:
+def enclosing_unit(module: str, unit_names: Container[str]) -> str:
     """The nearest unit at or above a module; the root "" is always a unit.
 
     >>> enclosing_unit("blocks.1.mlp", frozenset({"", "blocks.1"}))

@@ -60,7 +60,8 @@ class MappedRecording(Recording):
         self.source = source
         self._map, self._given = param_map, activations
         self._kept = _kept(source.manifest, param_map)
-        self._modules = _modules(param_map, activations)
+        self._to_source = _modules(param_map, activations)
+        self._to_view = {theirs: own for own, theirs in self._to_source.items()}
         self._arrays: dict[tuple[Any, ...], np.ndarray] = {}
 
     @property
@@ -193,19 +194,19 @@ class MappedRecording(Recording):
 
     def buffers(self, step: int) -> list[str]:
         """Those of modules that have a counterpart, and of others under their own names."""
-        return [self._modules.to_view(name) for name in self.source.buffers(step)]
+        return [_moved(name, self._to_view) for name in self.source.buffers(step)]
 
     def initial_buffers(self) -> list[str]:
-        return [self._modules.to_view(name) for name in self.source.initial_buffers()]
+        return [_moved(name, self._to_view) for name in self.source.initial_buffers()]
 
     def has_buffer(self, step: int, name: str) -> bool:
-        return self.source.has_buffer(step, self._modules.to_source(name))
+        return self.source.has_buffer(step, _moved(name, self._to_source))
 
     def buffer_shape(self, step: int, rank: int, name: str) -> tuple[int, ...]:
-        return self.source.buffer_shape(step, rank, self._modules.to_source(name))
+        return self.source.buffer_shape(step, rank, _moved(name, self._to_source))
 
     def buffer(self, step: int, rank: int, name: str) -> np.ndarray | Sketch:
-        return self.source.buffer(step, rank, self._modules.to_source(name))
+        return self.source.buffer(step, rank, _moved(name, self._to_source))
 
     # Activations
 
@@ -269,30 +270,14 @@ class MappedRecording(Recording):
         return self.source.activation_operator(step, rank, microbatch, *self._given[module, use][0])
 
 
-class _Modules:
-    """The names of buffers of two recordings, by the modules that have them."""
-
-    def __init__(self, of_view: Mapping[str, str]) -> None:
-        self._of_view = of_view
-        self._of_source = {theirs: own for own, theirs in of_view.items()}
-
-    def to_view(self, name: str) -> str:
-        return _moved(name, self._of_source)
-
-    def to_source(self, name: str) -> str:
-        return _moved(name, self._of_view)
-
-
 def _moved(name: str, modules: Mapping[str, str]) -> str:
     """The name with the longest path of a module that is in the map changed."""
-    path, rest = name.rpartition(".")[0], name.rpartition(".")[2]
-    while path not in modules and path:
-        path, _, last = path.rpartition(".")
-        rest = f"{last}.{rest}"
+    path = enclosing_unit(name.rpartition(".")[0], modules)
+    rest = name.removeprefix(f"{path}.") if path else name
     return ".".join(filter(None, (modules.get(path, path), rest)))
 
 
-def _modules(param_map: ParamMap, activations: Activations) -> _Modules:
+def _modules(param_map: ParamMap, activations: Activations) -> dict[str, str]:
     """The modules of the view with those of the recording, by their parameters and activations, where only one fits."""
     pairs = {(own[0], theirs[0]) for own, (theirs, _) in activations.items()}
     pairs |= {
@@ -301,7 +286,7 @@ def _modules(param_map: ParamMap, activations: Activations) -> _Modules:
         if len(entry.paths) == 1
     }
     seen = [Counter(pair[i] for pair in pairs) for i in (0, 1)]
-    return _Modules({own: theirs for own, theirs in pairs if seen[0][own] == seen[1][theirs] == 1})
+    return {own: theirs for own, theirs in pairs if seen[0][own] == seen[1][theirs] == 1}
 
 
 def mapped(

@@ -135,7 +135,7 @@ def _alike_backwards(pair: Pair, step: int) -> bool:
     return all(each == forwards[0] for each in forwards)
 
 
-def quantity_of(pair: Pair, phase: str, step: int, name: str, use: str = "") -> Quantity | None:
+def quantity_of(pair: Pair, phase: str, step: int, name: str, use: str) -> Quantity | None:
     """A reduced gradient, optimizer state entry or updated parameter of the first replicas; None unless both recordings have it.
 
     Args:

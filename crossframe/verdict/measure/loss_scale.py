@@ -121,9 +121,8 @@ def _scaled_at(pair: Pair, step: int) -> Scaled | None:
     ranks = range(pair.a.manifest.world_size)
     names = [name for name in pair.names() if pair.has(BACKWARD, step, name)]
     # Most runs do not scale their loss, so one parameter is read first.
-    largest = max(names, key=lambda name: pair.a.manifest.params[name].numel, default="")
-    factor = 1.0
-    for some in ([largest] if names else [], names):
+    largest = sorted(names, key=lambda name: -pair.a.manifest.params[name].numel)[:1]
+    for some in (largest, names):
         factors, weights = _factors([pair.rank_values(BACKWARD, step, rank, n)[:2] for n in some for rank in ranks])
         factor = weighted_median(factors, weights) if factors else 0.0
         if factor <= 0 or _is_nearer(max(factor, 1 / factor), 1.0, _LEAST):
