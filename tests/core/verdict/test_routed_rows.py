@@ -1,5 +1,7 @@
 """Experts whose tokens two implementations gather in different orders."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -117,6 +119,53 @@ def test_sums_over_rows_in_another_order_are_no_evidence(record):
     b = record("torch", by=at_random, model="other", settings=program, tamper=synthetic.jitter(1, 1e-16))
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING and "the rows of 'moe.experts.0' come in another order" in str(found.bits)
+
+
+class Rows:
+    """What `RoutedRows` reads of a recording: arrays by (microbatch, module, use)."""
+
+    def __init__(self, arrays, num_samples):
+        self._arrays, self._batch = arrays, SimpleNamespace(sample_ids=range(num_samples))
+
+    def activations(self, step):
+        return list(self._arrays)
+
+    def activation(self, step, rank, *at):
+        return self._arrays[at]
+
+    def activation_shape(self, step, rank, *at):
+        return self._arrays[at].shape
+
+    def activation_sketch(self, step, rank, *at):
+        return None
+
+    def batch(self, step, rank):
+        return self._batch
+
+
+@pytest.mark.parametrize(
+    ("other", "rows", "samples", "microbatch", "reordered"),
+    [
+        pytest.param("h.1", 8, 12, 0, True, id="of one kind"),
+        pytest.param("up", 8, 11, 0, True, id="of another kind"),
+        pytest.param("up", 8, 12, 0, False, id="the samples"),
+        pytest.param("up", 8, 24, 1, False, id="the samples of a microbatch"),
+        pytest.param("h.1", 12, 11, 0, False, id="as many"),
+    ],
+)
+def test_rows_are_routed_where_other_modules_have_another_number(other, rows, samples, microbatch, reordered):
+    draw = np.random.default_rng(0).normal
+    a, rest = (
+        draw(size=(12, 4)),
+        {(0, other, "input"): draw(size=(rows, 4)), (microbatch, "z", "input"): draw(size=(8, 5))},
+    )
+    runs = [Rows({(0, "h.0", "input"): each} | rest, samples) for each in (a, a[::-1])]
+    pair = SimpleNamespace(a=runs[0], b=runs[1], two_programs=True, bounds=SimpleNamespace(parameter=BOUND), routed={})
+    found = routed_rows.RoutedRows(pair, 0).in_one_order((0, "h.0", "input"), 0, (a, a[::-1], None))
+    assert found is not None and np.array_equal(found[1], a if reordered else a[::-1])
+    assert pair.routed == ({"h.0": 0} if reordered else {})
+    shorter = (a[1:], a[::-1][1:], None), (a, a[1:], None)
+    assert all(routed_rows.RoutedRows(pair, 0).in_one_order((0, "h.0", "input"), 0, each) is each for each in shorter)
 
 
 def test_rows_of_one_implementation_are_not_reordered(record):
