@@ -1,9 +1,10 @@
 """Evidence of a bug in differences as small as rounding: bits, reproduced causes, and directions."""
 
+import math
 from dataclasses import dataclass, replace
 
 from crossframe.dtypes import coarser, unit_roundoff
-from crossframe.recording.event_format import FORWARD, NORM
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE
 from crossframe.verdict.bits import Bits, operator_difference
 from crossframe.verdict.diagnosis import Diagnosis, diagnose
 from crossframe.verdict.divergence_text import describe_quantity
@@ -52,8 +53,7 @@ def evidence_from_bits(
 
     A bug stays a bug, located where bits first differ unless the whole program is compiled. What exceeds a bound without
     perturbed runs is one too: all before it is equal, so no optimizer has amplified any rounding. Rounding stays rounding if the
-    first difference is that of a few operations, which round in another way, and no hypothesis explains it
-    ([Note: a few roundings]).
+    first difference is that of a few operations, which round in another way, and no hypothesis explains it (`only_rounds`).
 
     Args:
         measured: whether bounds are measured on perturbed runs.
@@ -67,7 +67,7 @@ def evidence_from_bits(
     q, where = first.quantity, _located_in_bits(first, pair)
     # Both were computed from the same bits, so the residual of a hypothesis is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
-    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and is_few_roundings(pair, q):
+    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, q):
         return None
     size = "more than any known bound on rounding" if first.beyond else "as little as rounding"
     reason = (
@@ -91,6 +91,17 @@ def _apart_in_bits(findings: Findings, bits: Bits | None) -> Judgement | None:
     return first
 
 
+def only_rounds(pair: Pair, quantity: Quantity) -> str:
+    """Why both sides of a quantity may be two formulas of one value, as words; "" if they are further apart than that.
+
+    A gradient that is zero in exact arithmetic is nothing but rounding, whatever its values. Of others, see
+    [Note: a few roundings].
+    """
+    if quantity.phase in (BACKWARD, REDUCE) and quantity.bound == math.inf:
+        return "in a gradient that is zero up to rounding"
+    return "a few roundings" if is_few_roundings(pair, quantity) else ""
+
+
 def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
     """Whether both sides of a quantity are as near as two formulas of one value. See [Note: a few roundings]."""
     alone = quantity.kind in (FORWARD, NORM)  # recorded as float64, whatever the dtype in which it was computed
@@ -102,12 +113,14 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
 def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
     """Where one program first computed other bits, by as little as a few roundings, as a clause; "" if it did not."""
     first = _apart_in_bits(findings, bits)
-    if first is None or not is_few_roundings(pair, first.quantity):
+    if first is None:
         return ""
     q = first.quantity
+    if not (why := only_rounds(pair, q)):
+        return ""
     return (
         f"both are of the same program, and bits first differ at step {q.step} in the {describe_quantity(first)}, by "
-        f"{first.difference:.1e} between {names[0]} and {names[1]}, a few roundings, although everything before it is equal: "
+        f"{first.difference:.1e} between {names[0]} and {names[1]}, {why}, although everything before it is equal: "
         "it is computed in another way (with --bitwise, this is a different computation)"
     )
 

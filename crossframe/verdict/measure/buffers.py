@@ -2,13 +2,15 @@
 
 Each rank has its own. They are compared rank by rank where the ranks of both recordings have the same samples in the same
 microbatches. At other world sizes they are compared if all ranks of a recording have the same bits, as after an all-reduce, and
-both call the model as often in a step. A buffer that no step has changed is not compared: what is computed from it shows whether
-it is right, and memory that is not initialised may have any value.
+both call the model as often in a step. A buffer, or an element of it, that no step of either run has changed is not compared:
+what is computed from it shows whether it is right, and memory that is not initialised may have any value.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+
+import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording import Recording, Sketch
@@ -74,6 +76,9 @@ def _is_one(recording: Recording, step: int, name: str) -> bool:
 def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
     sides = (buffer_value(recording, step, rank, name) for recording in (pair.a, pair.b))
     a, b, sketches = match_values(*sides, by_sketch=pair.sketched)
+    if sketches is None and a.tobytes() != b.tobytes():
+        unchanged = _unchanged(pair.a, step, rank, name) & _unchanged(pair.b, step, rank, name)
+        b = np.where(unchanged, a, b).astype(b.dtype, copy=False)
     unit, bound = pair.b.manifest.maker(name, INPUT), pair.bounds.parameter
     made = Quantity(step, BUFFERS, EVENT, unit, "", rank, 0, a, b, 1.0, bound, buffer=name, sketches=sketches)
     of = pair.remember((buffers_of, name, rank), lambda: averaged_parameter(pair.a, step, rank, name))
@@ -83,6 +88,17 @@ def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
         made = replace(made, bound=math.inf)
     rate = pair.a.manifest.learning_rate or 0.0
     return made.with_scale(parameter_scale(made.norms[0], made.numel, pair.total_update_norm(of), rate, pair.num_steps))
+
+
+def _unchanged(recording: Recording, step: int, rank: int, name: str) -> np.ndarray | np.bool:
+    """The elements that are as before the first step; none if those were not recorded."""
+    if not has_before(recording, step, name, -1):
+        return np.False_
+    sides = (buffer_value(recording, at, rank, name) for at in (-1, step))
+    first, now, sketches = match_values(*sides, by_sketch=False)
+    if sketches is not None:
+        return np.False_
+    return (now == first) | ((now != now) & (first != first))
 
 
 def _scale(pair: Pair, step: int, rank: int, quantity: Quantity) -> float:

@@ -84,6 +84,23 @@ def test_a_few_roundings_in_one_program_are_rounding(pair, phase):
     assert "--bitwise" not in compare(*recordings, bitwise=False).reason
 
 
+@pytest.mark.parametrize("phase", ["backward", "reduce"])
+def test_other_bits_of_a_zero_gradient_are_rounding(pair, phase):
+    """Its values are nothing but rounding, which another order of a sum changes altogether."""
+    recordings = pair(synthetic.only(phase, "block.k_bias", lambda array: array[::-1] - array))
+    found = compare(*recordings)
+    assert found.verdict is Verdict.ROUNDING and found.first_divergence is None, found.reason
+    assert "in a gradient that is zero up to rounding, although everything before it is equal" in found.reason
+    assert compare(*recordings, bitwise=True).verdict is Verdict.DIFFERENT
+
+
+def test_another_update_of_a_zero_gradient_parameter_is_no_rounding(pair):
+    """Its gradient is the same, so the optimizer differs."""
+    found = compare(*pair(scaled("update", "block.k_bias", 1.5)))
+    assert found.verdict is Verdict.DIFFERENT, found.reason
+    assert found.first_divergence and found.first_divergence.parameter == "block.k_bias"
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -204,6 +204,31 @@ def test_constants_that_differ_are_noted_alone(tmp_path):
     assert not rounding.notes
 
 
+@pytest.mark.parametrize("rest", [7.0, np.nan])
+def test_elements_that_no_step_has_changed_are_not_compared(tmp_path, rest):
+    """As in a queue made by `torch.empty`, which each step fills further."""
+
+    def queue(rest, *, last=0.0, steps=3):
+        def buffers(step, rank):
+            value = np.full(5, rest)
+            value[: min(step + 1, steps)] = np.arange(min(step + 1, steps))
+            value[2:3] += last if step == 2 else 0.0
+            return {"queue": value}
+
+        return buffers
+
+    a, b = recorded(tmp_path, "a", queue(1.0)), recorded(tmp_path, "b", queue(rest))
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.EQUAL, found.reason
+        assert found.notes == ("the buffer 'queue' has different values before the first step",)
+    for name, wrong, place in (("wrong", queue(rest, last=1.0), (2, 2, 3)), ("short", queue(rest, steps=2), (2, 2, 3))):
+        found = compare(a, recorded(tmp_path, name, wrong))
+        assert found.verdict is Verdict.BUG and found.first_divergence is not None
+        at = found.first_divergence
+        assert (at.step, at.start, at.stop) == place
+
+
 def amplified(seed):
     """The bias whose gradient is zero up to rounding, which Adam has amplified to the size of its learning rate."""
 
