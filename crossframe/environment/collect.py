@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -139,34 +139,30 @@ def _source(folder: Path) -> dict[str, Fact]:
     root = Path(top.strip()) if top else None
     if root is not None and (commit := _git(root, "rev-parse", "HEAD")):
         found["commit"] = commit.strip()
-    own = Path(__file__).resolve().parents[2]
-    within = root or folder
-    # Those of the script's repository first: there may be more files than are stated, and a file elsewhere of the same name.
-    imported = sorted(
-        (path for path in sources() if not _is_own(path, own)), key=lambda path: (within not in path.parents, path)
-    )[:_MOST_FILES]
-    for path in imported:
-        name = f"file {_within(path, within)}"
-        if name not in found:
-            found[name] = _file_digest(path)
+    imported = _named(sources(), root or folder)
+    found |= {f"file {name}": _file_digest(path) for name, path in imported.items()}
     if root is not None:
-        changed = _git(root, "diff", "--name-only", "-z", "HEAD") or ""
+        changed, known = _git(root, "diff", "--name-only", "-z", "HEAD") or "", set(imported.values())
         for name in [each for each in changed.split("\0") if each][:_MOST_FILES]:
-            if root / name not in imported:
-                found[f"changed {name}"] = _file_digest(root / name)
+            if (path := str(root / name)) not in known:
+                found[f"changed {name}"] = _file_digest(path)
     return found
 
 
-def _is_own(path: Path, root: Path) -> bool:
-    """Whether a source is of this project, in a checkout; its version is that of the package."""
-    return root in path.parents and path.relative_to(root).parts[0] in _OWN
+def _named(paths: Iterable[str], root: Path) -> dict[str, str]:
+    """Sources by their path from a folder, or by their name if they are elsewhere. Those of this project, in a checkout, are left
+    out: its version is that of the package."""
+    project, within = Path(__file__).resolve().parents[2], os.path.join(root, "")
+    own = tuple(os.path.join(project, package, "") for package in _OWN)
+    # Those of the script's repository first: there may be more files than are stated, and a file elsewhere of the same name.
+    others = sorted((path for path in paths if not path.startswith(own)), key=lambda path: not path.startswith(within))
+    found: dict[str, str] = {}
+    for path in others[:_MOST_FILES]:
+        found.setdefault(path.removeprefix(within) if path.startswith(within) else os.path.basename(path), path)
+    return found
 
 
-def _within(path: Path, root: Path) -> str:
-    return str(path.relative_to(root)) if root in path.parents else path.name
-
-
-def _file_digest(path: Path) -> str:
+def _file_digest(path: str) -> str:
     try:
         return file_digest(path)[:16]
     except OSError:
@@ -199,7 +195,7 @@ def _configurations(arguments: Sequence[str]) -> dict[str, Fact]:
         except OSError:
             continue
         except UsageError:
-            found[f"{path.name}: sha256"] = _file_digest(path)
+            found[f"{path.name}: sha256"] = _file_digest(str(path))
     return found
 
 

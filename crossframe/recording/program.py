@@ -119,14 +119,14 @@ def products_in(dtype: str, program: Mapping[str, Any], shapes: Iterable[Sequenc
 def source_digest() -> str:
     """A digest of the script and of all modules imported so far that are neither installed nor in the standard library."""
     found = hashlib.sha256()
-    for path in sorted(sources())[:_MOST_FILES]:
-        found.update(path.name.encode(errors="surrogateescape") + b"\0")
+    for path in sources()[:_MOST_FILES]:
+        found.update(os.path.basename(path).encode(errors="surrogateescape") + b"\0")
         with suppress(OSError):
             found.update(bytes.fromhex(file_digest(path)))
     return found.hexdigest()[:16]
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: str) -> str:
     """SHA-256 in hex of a file's first 4 MiB.
 
     Raises:
@@ -138,7 +138,7 @@ def file_digest(path: Path) -> str:
 
 # A recording states the digests of some hundred sources three times, and a process may write several recordings.
 @lru_cache(maxsize=4 * _MOST_FILES)
-def _file_digest(path: Path, *status: int) -> str:
+def _file_digest(path: str, *status: int) -> str:
     with open(path, "rb") as file:
         return hashlib.sha256(file.read(_LARGEST)).hexdigest()
 
@@ -159,24 +159,26 @@ def environment_digest(environment: Mapping[str, str]) -> str:
     return hashlib.sha256("\0".join(kept).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def sources() -> set[Path]:
-    """The script and all modules imported so far that are neither installed nor in the standard library."""
+def sources() -> list[str]:
+    """Paths of the script and of all modules imported so far that are neither installed nor in the standard library, sorted."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files.add(sys.argv[0] if sys.argv else None)
     known = (file if os.path.isabs(file) else os.path.abspath(file) for file in files if isinstance(file, str))
-    return {path for path in map(_source, known) if path is not None}
+    # By folders, as paths are sorted.
+    return sorted({path for path in map(_source, known) if path}, key=lambda path: path.split(os.sep))
 
 
 # A process has thousands of modules, nearly all of them installed, and to resolve a path takes some ten system calls.
 @cache
-def _source(file: str) -> Path | None:
+def _source(file: str) -> str:
+    """Its path, without links, if a module is neither installed nor in the standard library; "" otherwise."""
     if not file.endswith(".py") or _INSTALLED in file or file.startswith(f"{_stdlib()}{os.sep}"):
-        return None
+        return ""
     if not os.path.isfile(file):
-        return None
+        return ""
     folder, name = os.path.split(file)
     path = Path(file).resolve() if os.path.islink(file) else _resolved_folder(folder) / name
-    return None if "site-packages" in path.parts or _stdlib() in path.parents else path
+    return "" if "site-packages" in path.parts or _stdlib() in path.parents else str(path)
 
 
 @cache

@@ -71,7 +71,7 @@ def running(tmp_path, monkeypatch):
 def test_sources_are_the_script_and_modules_not_installed(tmp_path, monkeypatch, running):
     names = ("train.py", "helpers.py", "lib/site-packages/installed.py", "extension.so")
     script, helpers, *_ = running("a", dict.fromkeys(names, ""), json.__file__, None, str(tmp_path / "a/gone.py"))
-    assert sources() == {script, helpers}
+    assert sources() == [str(helpers), str(script)]
     link = tmp_path / "linked.py"
     link.symlink_to(helpers)
     monkeypatch.setattr(
@@ -80,9 +80,9 @@ def test_sources_are_the_script_and_modules_not_installed(tmp_path, monkeypatch,
         SimpleNamespace(argv=["a/train.py"], modules={"linked": SimpleNamespace(__file__=str(link)), "sys": sys}),
     )
     monkeypatch.chdir(tmp_path)
-    assert sources() == {script, helpers}
+    assert sources() == [str(helpers), str(script)]
     program.sys.argv.clear()
-    assert sources() == {helpers}
+    assert sources() == [str(helpers)]
 
 
 def test_the_source_digest_is_of_names_and_contents(running):
