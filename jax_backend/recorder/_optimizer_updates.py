@@ -17,7 +17,7 @@ import optax
 from jax_backend.recorder._gradients import Gradient
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._replacing import replacing
-from jax_backend.recorder._script_session import Root, inside_update, root
+from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
 from jax_backend.tree import path_name
@@ -134,6 +134,8 @@ def _leaves(tree: Any, kind: Any) -> dict[str, Any]:
 
 def _of_step(what: str) -> Collector | None:
     """The collector of an optimizer's function, unless another function of the optimizer, or a loss function, calls it."""
+    if (seen := seen_updates.get()) is not None:
+        seen.append(what)
     collector = innermost()
     if collector is None or collector.in_loss or inside_update.get():
         return None

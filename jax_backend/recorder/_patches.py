@@ -24,6 +24,7 @@ from jax_backend.recorder._transformations import (
     shard_map,
     with_sharding_constraint,
 )
+from jax_backend.recorder._vmapped_models import vmap
 
 
 class Patches:
@@ -54,6 +55,7 @@ class Patches:
             return self
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
+        replace(jax, "vmap", vmap)
         self._stack.enter_context(following_optimizers())
         return self
 

@@ -10,6 +10,10 @@ inside_update: ContextVar[bool] = ContextVar("inside_update", default=False)
 """Whether an update of an optimizer runs, whose own gradients and updates have no taps."""
 
 
+seen_updates: ContextVar[list[str] | None] = ContextVar("seen_updates", default=None)
+"""Functions of optimizers that a trial trace calls; None where none is on."""
+
+
 class JittedFunction(Protocol):
     """A jitted or mapped function, with a program for each `Detail`.
 
@@ -86,6 +90,9 @@ class Session(Protocol):
 
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""
+
+    def first_of(self, num_models: int) -> None:
+        """`jax.vmap` trains so many models, of which the first is followed."""
 
     def tapped(self, taps: list[Tap]) -> None:
         """Taps of the program that runs."""

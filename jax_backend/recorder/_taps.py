@@ -92,8 +92,9 @@ parameters before and after; of a module its input or output; of a call of a mod
 `_gradients.py`, `_optimizer_updates.py` and `_model_calls.py` make them."""
 ALWAYS = frozenset({"loss", "mini_step", "batch"})
 """Names of values that every program returns."""
-BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "updates"})
-"""Names of values that no program returns: they are its arguments, or unknown; but a scan returns "before"."""
+BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "updates", "of_models"})
+"""Names of values that no program returns: they are its arguments, or unknown; but a scan returns "before".
+"of_models" are arguments of which each model gets its own element (`_vmapped_models.py`): they have no dim of samples."""
 
 
 Reference = tuple[Any, ...]
@@ -226,6 +227,16 @@ def collecting(collector: Collector) -> Iterator[Collector]:
     token = _collector.set(collector)
     try:
         yield collector
+    finally:
+        _collector.reset(token)
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """A context without taps."""
+    token = _collector.set(None)
+    try:
+        yield
     finally:
         _collector.reset(token)
 

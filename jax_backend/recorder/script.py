@@ -126,6 +126,7 @@ class ScriptRecorder:
         self._hidden: set[str] = set()
         self._is_compiled = True
         self._num_gradients = 0
+        self._num_models_at_once = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,8 +182,9 @@ class ScriptRecorder:
             )
         return (
             f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
-            "inside jax.vmap, jax.lax.cond, while_loop, jax.checkpoint, a fori_loop with bounds that are no numbers, or a "
-            "jax.pmap of several processes, inside jax.jit, or with axes other than 0 and None); move it out of there "
+            "inside jax.lax.cond, while_loop, jax.checkpoint, a fori_loop with bounds that are no numbers, a jax.vmap outside of "
+            "jax.jit or with parameters among its arguments, or a jax.pmap of several processes, inside jax.jit, or with axes "
+            "other than 0 and None); move it out of there "
             f"(jax.lax.scan is followed), or {USE_RECORDER}"
         )
 
@@ -352,6 +354,14 @@ class ScriptRecorder:
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""
         self._hidden.add(what)
+
+    def first_of(self, num_models: int) -> None:
+        """Say once that one of several models is recorded."""
+        if num_models > 1 and not self._num_models_at_once:
+            self._num_models_at_once = num_models
+            print(
+                f"crossframe: jax.vmap trains {num_models} models; the first is recorded", file=sys.stderr, flush=True
+            )
 
     def tapped(self, taps: list[Tap]) -> None:
         """Taps outside of jit."""

@@ -1,0 +1,110 @@
+"""Replaces `jax.vmap`: of several models that a mapped function trains, the first is followed.
+
+[Note: the first of several models] `jax.vmap` maps a function that makes a model and trains it over seeds or learning rates. Each
+model is then trained by itself, and each value has a dim of models. The recording is that of the first one: what all models have
+in common shows there, and it can be compared with a run of this model alone.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jax_backend.recorder._script_session import following, inside_update, root, seen_updates
+from jax_backend.recorder._taps import (
+    BY_REFERENCE,
+    Packed,
+    Value,
+    collecting,
+    not_collecting,
+    pack,
+    traced,
+    unpacked,
+)
+
+_vmap = jax.vmap
+
+
+@functools.wraps(_vmap)
+def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: Any) -> Any:
+    real = _vmap(fun, in_axes, out_axes, *more, **options)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collector = following()
+        if collector is None or collector.in_loss or inside_update.get() or not _has_updates(real, args, kwargs):
+            return real(*args, **kwargs)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            inner = traced(collector, (args, kwargs))
+            with collecting(inner):
+                result = fun(*args, **kwargs)
+            return result, pack(inner.taps, result, inner)
+
+        result, packed = _vmap(body, in_axes, (out_axes, 0), *more, **options)(*args, **kwargs)
+        session = root().session  # type: ignore[union-attr]
+        if _trains_arguments(packed):
+            session.hidden("update")
+            return result
+        session.first_of(packed.arrays[0].shape[0] if packed.arrays else 1)
+        axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        given = _first(args, axes), _first(kwargs, 0)
+        first = replace(packed, arrays=_first(packed.arrays, 0))
+        leading, *others = unpacked(first, given, _first(result, out_axes))
+        leading = replace(leading, values={**leading.values, "of_models": _own_elements((args, kwargs), given)})
+        collector.add([leading, *others])
+        return result
+
+    return call
+
+
+def _has_updates(mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function updates parameters by an optimizer of optax, by a trace of it."""
+    if seen_updates.get() is not None:  # which the outer function's trace finds
+        return False
+    seen: list[str] = []
+    token = seen_updates.set(seen)
+    try:
+        with not_collecting():
+            # As a new function, which JAX has not traced yet.
+            jax.eval_shape(lambda *args, **kwargs: mapped(*args, **kwargs), *args, **kwargs)
+    except Exception:  # which the function itself raises
+        return False
+    finally:
+        seen_updates.reset(token)
+    return bool(seen)
+
+
+def _trains_arguments(packed: Packed) -> bool:
+    """Whether parameters or optimizer state are arguments of the function, so that a step follows in another call of it."""
+    return any(
+        name in BY_REFERENCE and reference[0] == "in" for tap in packed.taps for name, reference in tap.references
+    )
+
+
+def _own_elements(args: Any, first: Any) -> tuple[Value, ...]:
+    """The arguments of which each model gets its own element."""
+    both = zip(jax.tree.leaves(args), jax.tree.leaves(first), strict=True)
+    return tuple(Value(leaf) for leaf, its in both if leaf is not its)
+
+
+def _first(tree: Any, axes: Any) -> Any:
+    """A pytree with the first element along the mapped axis of each leaf.
+
+    Args:
+        axes: a prefix of the pytree, as of `jax.vmap`.
+    """
+    every = jax.tree.broadcast(jax.tree.map(_Axis, axes, is_leaf=lambda axis: axis is None), tree)
+    return jax.tree.map(lambda leaf, axis: axis.first(leaf), tree, every)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of `jax.vmap`; None: the value is the same for all models."""
+
+    number: int | None
+
+    def first(self, array: Any) -> Any:
+        return array if self.number is None else jax.lax.index_in_dim(array, 0, self.number, keepdims=False)

@@ -1,0 +1,71 @@
+"""Scripts that train several models at once in `jax.vmap`, of which the first is recorded."""
+
+import numpy as np
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+from tests.on_jax.helpers.scripts import FUNCTIONS
+
+_TRAIN = (
+    FUNCTIONS
+    + """
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+images, labels = (jnp.stack([batch[name] for batch in batches]) for name in ("image", "label"))
+def train(seed, rate, images=images):
+    own = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(seed), leaf.shape), params)
+    def step(carry, batch):
+        own, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(own, *batch)
+        updates, opt_state = tx.update(grads, opt_state, own)
+        return (optax.apply_updates(own, jax.tree.map(lambda each: rate * each, updates)), opt_state), loss
+    (own, _), losses = jax.lax.scan(step, (own, tx.init(own)), (images, labels))
+    return own, losses
+"""
+)
+ALONE = _TRAIN + "result, losses = jax.jit(train)(5, 1.0)\n"
+SEEDS = _TRAIN + "result, losses = jax.jit(jax.vmap(train))(jnp.array([5, 6, 7]), jnp.array([1.0, 1.0, 0.5]))\n"
+OTHER_AXES = (
+    _TRAIN
+    + "results, losses = jax.jit(jax.vmap(train, in_axes=[0, None], out_axes=(0, -1)))(jnp.array([5, 6]), 1.0)\n"
+    + "assert losses.shape == (len(batches), 2)\n"
+)
+NAMED = _TRAIN + (
+    "result, losses = jax.jit(jax.vmap(lambda seed, images: train(seed, 1.0, images)))(\n"
+    "    jnp.array([5, 6]), images=jnp.stack([images, 2 * images]))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_models"),
+    [
+        pytest.param(SEEDS, 3, id="seeds and rates"),
+        pytest.param(OTHER_AXES, 2, id="other axes", marks=pytest.mark.exhaustive),
+        pytest.param(NAMED, 2, id="named arguments", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_first_of_several_models_is_recorded(tmp_path, run, capsys, text, num_models):
+    assert run(ALONE, "alone", every=1)[0] == run(text, "several", every=1)[0] == 0
+    assert f"jax.vmap trains {num_models} models; the first is recorded" in capsys.readouterr().err
+    alone, several = (Recording.open(tmp_path / name) for name in ("alone", "several"))
+    assert several.num_steps == 3 and several.activations(0) and several.manifest.params == alone.manifest.params
+    found = compare(alone, several)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+def test_a_fault_of_several_models_is_located(tmp_path, run):
+    wrong = SEEDS.replace(
+        "opt_state, own)\n        return",
+        "opt_state, own)\n        updates = jax.tree.map(jnp.abs, updates)\n        return",
+    )
+    assert run(SEEDS, "right", every=1)[0] == run(wrong, "wrong", every=1)[0] == 0
+    found = compare(*(Recording.open(tmp_path / name) for name in ("right", "wrong")))
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
+    assert (found.first_divergence.step, found.first_divergence.phase) == (0, "update")
+
+
+def test_the_script_sees_the_same_results(run):
+    _, variables = run(SEEDS)
+    plain = {}
+    exec(SEEDS, plain)
+    assert np.array_equal(variables["losses"], plain["losses"])
