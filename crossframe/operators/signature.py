@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossframe.recording.hashing import GOLDEN, mix
 from crossframe.recording.sketch import sketches_of
 
 FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
@@ -40,8 +41,6 @@ PARTS = (2, 3)
 RELATED = 0.5
 """Two tensors of one shape whose relative distance is at most this have their elements in the same order."""
 _SLOPES = np.array([1.0, *FREQUENCIES, *FREQUENCIES])
-# Constants of the mixing function splitmix64 (G. Steele, D. Lea, C. Flood, Fast splittable pseudorandom number generators, 2014).
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,4 @@ def _parts(array: np.ndarray, dtype: str) -> tuple[tuple[Signature, ...], ...]:
 
 
 def _multiset(wide: np.ndarray) -> int:
-    mixed = wide.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in zip((np.uint64(30), np.uint64(27)), _MIX, strict=True):
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    mixed ^= mixed >> np.uint64(31)
-    return int(mixed.sum(dtype=np.uint64)) if mixed.size else 0
+    return int(mix(wide.view(np.uint64) + np.uint64(GOLDEN)).sum(dtype=np.uint64))

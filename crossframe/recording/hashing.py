@@ -9,17 +9,19 @@ import hashlib
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Of mix. Backends that hash on an accelerator use the same constants."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_ODD = np.uint64(_GOLDEN)
+_ODD = np.uint64(GOLDEN)
 
 
 def mix(keys: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64, element by element: a bijection of uint64."""
     keys = keys ^ (keys >> np.uint64(30))
-    keys *= np.uint64(0xBF58476D1CE4E5B9)
+    keys *= np.uint64(MULTIPLIERS[0])
     keys ^= keys >> np.uint64(27)
-    keys *= np.uint64(0x94D049BB133111EB)
+    keys *= np.uint64(MULTIPLIERS[1])
     keys ^= keys >> np.uint64(31)
     return keys
 
@@ -59,6 +61,6 @@ def element_keys(name: str, start: int, stop: int, salt: str = "") -> np.ndarray
     True
     """
     places = np.arange(start + 1, stop + 1, dtype=np.uint64)
-    places *= np.uint64(_GOLDEN)
+    places *= np.uint64(GOLDEN)
     places += np.uint64(name_key(name, salt))
     return mix(places)

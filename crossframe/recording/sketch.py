@@ -29,6 +29,7 @@ from crossframe.recording.hashing import UNSIGNED, element_keys, mix, one_nan
 from crossframe.recording.sample import Sample
 
 NUM_SUMS = 256
+ODD = 0xD6E8FEB86659FD93
 SUM_SHIFT = 64 - (NUM_SUMS - 1).bit_length()
 """The bits of an element's key from this one on are the index of its sum."""
 ROW = NUM_SUMS + 3
@@ -42,7 +43,6 @@ WHOLE = 512
 """Tensors of at most this many elements are recorded in full, since their sketches would hardly be smaller."""
 FULL_NUMEL = 1_000_000
 """With detail "auto", recorders sketch models of more elements than this."""
-_ODD = np.uint64(0xD6E8FEB86659FD93)
 # Elements that are processed at a time, so that intermediate arrays stay in the cache.
 _CHUNK = 1 << 15
 
@@ -180,7 +180,7 @@ def sketches_of(arrays: Sequence[np.ndarray], start: int = 0, *, seed: str = "")
                 lost[i] += int(wide.size - finite.sum())
                 values, wide = one_nan(values), np.where(finite, wide, 0.0)
             bits = values.view(UNSIGNED[values.dtype.itemsize]).astype(np.uint64)
-            fingerprints[i] += int(mix(keys + bits * _ODD).sum(dtype=np.uint64))
+            fingerprints[i] += int(mix(keys + bits * np.uint64(ODD)).sum(dtype=np.uint64))
             # Not with BLAS: on busy cores its threads wait for each other longer than a chunk takes.
             squares[i] += float(np.einsum("i,i->", wide, wide))
             wide *= signs

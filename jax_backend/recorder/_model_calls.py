@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossframe.replacing import replacing
 from jax_backend.recorder._array_interior import first_floating, may_be_batch, mean_square
 from jax_backend.recorder._module_calls import (
     is_inside_linen,
@@ -23,7 +24,6 @@ from jax_backend.recorder._module_calls import (
     parts_of,
     reporting_modules,
 )
-from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._script_session import Root, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
 from jax_backend.tree import leaves_by_path

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossframe.replacing import replacing
 from jax_backend.activations import INPUT, OUTPUT, module_scope
-from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
 from jax_backend.tree import path_name
 
@@ -230,9 +230,7 @@ def _set(variable: ContextVar, value: Any) -> Iterator[None]:
 def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost: Outermost | None) -> None:
     def replace(cls: type) -> None:
         if "__call__" in vars(cls):
-            own = vars(cls)["__call__"]
-            type.__setattr__(cls, "__call__", _reporting(own, leaves_of, outermost))
-            stack.callback(type.__setattr__, cls, "__call__", own)
+            stack.enter_context(replacing(cls, "__call__", _reporting(vars(cls)["__call__"], leaves_of, outermost)))
 
     for cls in _classes(base):
         replace(cls)
@@ -243,8 +241,7 @@ def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost:
             init_subclass.__get__(None, cls)(**options)
             replace(cls)
 
-        type.__setattr__(base, "__init_subclass__", classmethod(replaced))
-        stack.callback(type.__setattr__, base, "__init_subclass__", init_subclass)
+        stack.enter_context(replacing(base, "__init_subclass__", classmethod(replaced)))
 
 
 def _classes(base: type) -> Iterator[type]:

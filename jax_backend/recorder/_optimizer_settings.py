@@ -12,6 +12,7 @@ import optax
 
 from crossframe.alignment.module_names import is_in
 from crossframe.recording.known_settings import GROUPS
+from crossframe.replacing import replacing
 from jax_backend.tree import path_name
 
 _KINDS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
@@ -100,8 +101,7 @@ def noting_optimizers() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, maker in makers.items():
-            setattr(optax, name, _noting(name, maker))
-            stack.callback(setattr, optax, name, maker)
+            stack.enter_context(replacing(optax, name, _noting(name, maker)))
         yield
 
 

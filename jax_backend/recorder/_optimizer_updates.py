@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from crossframe.replacing import replacing
 from jax_backend.recorder._gradients import Gradient
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
-from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from crossframe.replacing import replacing
 from jax_backend.recorder._gradients import grad, value_and_grad
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
-from jax_backend.recorder._replacing import replacing
 from jax_backend.recorder._transformations import (
     device_put,
     fori_loop,

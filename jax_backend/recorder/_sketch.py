@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from crossframe.recording.hashing import name_key
-from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch, sketches_of
+from crossframe.recording.hashing import GOLDEN, MULTIPLIERS, name_key
+from crossframe.recording.sketch import NUM_SUMS, ODD, SUM_SHIFT, Sketch, sketches_of
 
-# The constants of the core.
-_GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _RUNS = (1 << 12, 1 << 15, 1 << 18)
 
 
@@ -52,12 +50,12 @@ def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ..
     """(fingerprint, index of each element's sum, its addend, sum of squares, number of non-finite) of a run's first `size`."""
     places = jnp.arange(values.shape[0], dtype=jnp.uint64)
     there = places < size
-    keys = _mixed((places + start + np.uint64(1)) * np.uint64(_GOLDEN) + key)
+    keys = _mixed((places + start + np.uint64(1)) * np.uint64(GOLDEN) + key)
     values = jnp.where(
         jnp.isnan(values), jnp.array(jnp.nan, values.dtype), values
     )  # as crossframe.recording.hashing.one_nan
     bits = jax.lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}").astype(jnp.uint64)
-    hashed = jnp.where(there, _mixed(keys + bits * np.uint64(_ODD)), np.uint64(0))
+    hashed = jnp.where(there, _mixed(keys + bits * np.uint64(ODD)), np.uint64(0))
     wide = values.astype(jnp.float64)
     finite = jnp.isfinite(wide)
     wide = jnp.where(finite & there, wide, 0.0)
@@ -73,6 +71,6 @@ def _summed(values: Any, key: Any, start: Any, size: Any) -> tuple[jax.Array, ..
 
 def _mixed(keys: jax.Array) -> jax.Array:
     """`crossframe.recording.hashing.mix`."""
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(_MIX[0])
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(_MIX[1])
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
     return keys ^ (keys >> np.uint64(31))

@@ -33,9 +33,9 @@ from crossframe.operators.source import Frame, UserCode
 from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
 from crossframe.quoting import quote
 from crossframe.recording.event_format import BACKWARD, FORWARD
+from crossframe.replacing import replacing
 from torch_backend.recorder._float64_check import exact_of
 from torch_backend.recorder._module_hooks import quietly
-from torch_backend.recorder._patched_functions import replaced
 
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _ROOT_MODULE = re.compile(r"^L\[[^]]*\]\.?")
@@ -85,7 +85,8 @@ class CompiledGraphs:
         from torch._dynamo.output_graph import OutputGraph
 
         torch.compiler.reset()  # what has been compiled before was not seen
-        self._stack.enter_context(replaced(OutputGraph, "call_user_compiler", self._compiling))
+        own = OutputGraph.call_user_compiler
+        self._stack.enter_context(replacing(OutputGraph, "call_user_compiler", self._compiling(own)))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

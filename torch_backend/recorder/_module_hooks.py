@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from crossframe.dtypes import FLOATING
 from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.replacing import replacing
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import tensors_in
@@ -112,14 +113,8 @@ def hooks_left_out() -> Iterator[None]:
             state[name] = OrderedDict((i, each) for i, each in state[name].items() if i not in ours)
         return state
 
-    nn.Module.__getstate__ = state_of
-    try:
+    with replacing(nn.Module, "__getstate__", state_of):
         yield
-    finally:
-        if own is None:
-            del nn.Module.__getstate__
-        else:
-            nn.Module.__getstate__ = own
 
 
 def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:

@@ -3,7 +3,7 @@
 Functions are replaced where torch looks them up, so that a loop may import them under any name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from crossframe.replacing import replacing
 from torch_backend.recorder._module_hooks import hooks_left_out, in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
@@ -60,12 +61,12 @@ def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[No
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(hooks_left_out())
-        stack.enter_context(replaced(torch.autograd, "backward", lambda own: _backward(own, listener)))
+        stack.enter_context(replacing(torch.autograd, "backward", _backward(torch.autograd.backward, listener)))
         for cls in _with_subclasses(torch.amp.GradScaler):
             if "scale" in cls.__dict__:
-                stack.enter_context(replaced(cls, "scale", _scale))
+                stack.enter_context(replacing(cls, "scale", _scale(cls.scale)))
         for module, name in _CLIPS:
-            stack.enter_context(replaced(module, name, lambda own: _clip_with_norm(own, listener)))
+            stack.enter_context(replacing(module, name, _clip_with_norm(getattr(module, name), listener)))
         if model is not None and callable(own := getattr(model, "clip_grad_norm_", None)):
             model.__dict__["clip_grad_norm_"] = _clip_of_model(own, listener)
             stack.callback(model.__dict__.pop, "clip_grad_norm_")
@@ -76,17 +77,6 @@ def _with_subclasses(cls: type) -> Iterator[type]:
     yield cls
     for inner in cls.__subclasses__():
         yield from _with_subclasses(inner)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which an attribute of a module or class is replaced by `make(attribute)`."""
-    own = owner.__dict__[name]
-    setattr(owner, name, make(own))
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 def _backward(own: Any, listener: Listener) -> Any:

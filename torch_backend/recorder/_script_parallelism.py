@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossframe.replacing import replacing
 from torch_backend.recorder._context import HEAD_TAIL, RANK
-from torch_backend.recorder._patched_functions import replaced
 
 _POSITIONS = 1
 Sequences = tuple[dist.ProcessGroup, str]
@@ -45,7 +45,7 @@ def pipelines(begins: Callable[[Any], None], losses: Callable[[Sequence[Tensor]]
     tell = losses
     with ExitStack() as stack:
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            stack.enter_context(replaced(kind, "step", make))
+            stack.enter_context(replacing(kind, "step", make(kind.step)))
         yield
 
 
@@ -73,7 +73,9 @@ def sequences(begins: Callable[[Sequences], None]) -> Iterator[None]:
 
         return context_parallel
 
-    with replaced(experimental, "context_parallel", make), replaced(_attention, "context_parallel", make):
+    with ExitStack() as stack:
+        for module in (experimental, _attention):
+            stack.enter_context(replacing(module, "context_parallel", make(module.context_parallel)))
         yield
 
 

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossframe.recording.hashing import name_key
+from crossframe.recording.hashing import GOLDEN, MULTIPLIERS, name_key
 from crossframe.recording.sample import Sample, nearest, num_sampled
 from crossframe.recording.sample import sample_of as sample_of_array
-from crossframe.recording.sketch import NUM_SUMS, SUM_SHIFT, Sketch
+from crossframe.recording.sketch import NUM_SUMS, ODD, SUM_SHIFT, Sketch
 from crossframe.recording.sketch import sketches_of as sketches_of_arrays
 from torch_backend.compat._dtypes import dtype_name, to_numpy
 
-# As in the core, where they are numpy's.
-_GOLDEN, _ODD, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: as many as keep a device busy.
 _CHUNK = 1 << 24
@@ -56,7 +54,7 @@ def sketches_by_torch(tensors: Sequence[Tensor], start: int = 0) -> list[Sketch]
         places, signs = _shifted(keys, SUM_SHIFT), (1 - 2 * (keys & 1)).double()
         for i, tensor in enumerate(flat):
             values = tensor[first:last]
-            whole[0, i] += _mixed(_bits_of(_one_nan(values)).mul_(_signed(_ODD)).add_(keys)).sum()
+            whole[0, i] += _mixed(_bits_of(_one_nan(values)).mul_(_signed(ODD)).add_(keys)).sum()
             wide = values.double()
             finite = torch.isfinite(wide)
             whole[1, i] += finite.sum()
@@ -94,7 +92,7 @@ def sample_by_torch(tensor: Tensor, start: int = 0) -> Sample:
     wanted = num_sampled(flat.numel())
     for first in range(0, flat.numel(), _CHUNK):
         part = flat[first : first + _CHUNK]
-        signature += int(_mixed(_bits_of(_one_nan(part + 0.0)).mul_(_signed(_GOLDEN)).add_(_signed(_GOLDEN))).sum())
+        signature += int(_mixed(_bits_of(_one_nan(part + 0.0)).mul_(_signed(GOLDEN)).add_(_signed(GOLDEN))).sum())
         sizes = part.abs()
         sizes = torch.where((sizes > 0) & torch.isfinite(sizes), sizes, torch.inf)
         found = torch.topk(sizes, min(wanted, part.numel()), largest=False)
@@ -118,14 +116,14 @@ def _shifted(keys: Tensor, by: int) -> Tensor:
 
 def _mixed(keys: Tensor) -> Tensor:
     """`crossframe.recording.hashing.mix`, in place."""
-    keys.bitwise_xor_(_shifted(keys, 30)).mul_(_signed(_MIX[0]))
-    keys.bitwise_xor_(_shifted(keys, 27)).mul_(_signed(_MIX[1]))
+    keys.bitwise_xor_(_shifted(keys, 30)).mul_(_signed(MULTIPLIERS[0]))
+    keys.bitwise_xor_(_shifted(keys, 27)).mul_(_signed(MULTIPLIERS[1]))
     return keys.bitwise_xor_(_shifted(keys, 31))
 
 
 def _element_keys(start: int, stop: int, device: torch.device) -> Tensor:
     places = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device)
-    return _mixed(places.mul_(_signed(_GOLDEN)).add_(_signed(name_key(""))))
+    return _mixed(places.mul_(_signed(GOLDEN)).add_(_signed(name_key(""))))
 
 
 def _one_nan(values: Tensor) -> Tensor:

@@ -34,13 +34,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
+from crossframe.replacing import replacing
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._open_step import params_of
-from torch_backend.recorder._patched_functions import replaced
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
@@ -91,18 +91,22 @@ class ScriptRecorder:
         """A context in which the script runs."""
         with ExitStack() as stack:
             if self._options.get("perturbed_run"):
-                stack.enter_context(replaced(_rendezvous, "_create_c10d_store", self._with_own_keys))
+                stack.enter_context(
+                    replacing(_rendezvous, "_create_c10d_store", self._with_own_keys(_rendezvous._create_c10d_store))
+                )
             if not self._forward_only:
-                stack.enter_context(replaced(Optimizer, "__init__", self._noting))
+                stack.enter_context(replacing(Optimizer, "__init__", self._noting(Optimizer.__init__)))
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
             stack.enter_context(self._until_found)
             if not self._forward_only:
                 stack.enter_context(pipelines(self._schedule, self._losses.extend))
                 stack.enter_context(sequences(self._parts_of_sequences))
             # Calls are looked at only until the model is found: after that they cost nothing.
-            self._until_found.enter_context(replaced(nn.Module, "__call__", self._looking))
+            self._until_found.enter_context(replacing(nn.Module, "__call__", self._looking(nn.Module.__call__)))
             if not self._forward_only:
-                self._until_found.enter_context(replaced(torch.autograd, "backward", self._beginning_backward))
+                self._until_found.enter_context(
+                    replacing(torch.autograd, "backward", self._beginning_backward(torch.autograd.backward))
+                )
             yield
 
     def finish(self, error: BaseException | None = None) -> None:

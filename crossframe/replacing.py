@@ -1,0 +1,29 @@
+"""Replaces an attribute of a module or a class for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+@contextmanager
+def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context with another attribute of a module or a class, which may inherit its own, or make it by `__getattr__`.
+
+    >>> import math
+    >>> with replacing(math, "pi", 3):
+    ...     print(math.pi)
+    3
+    """
+    own = vars(owner).get(name, _MISSING)
+    # A metaclass may refuse to set attributes, as that of equinox does.
+    set_attribute, delete = (type.__setattr__, type.__delattr__) if isinstance(owner, type) else (setattr, delattr)
+    set_attribute(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            delete(owner, name)
+        else:
+            set_attribute(owner, name, own)
