@@ -1,9 +1,6 @@
 """The beginning of a recording: the directory, and a manifest of the settings known before the first step."""
 
-import importlib.metadata
 import os
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +10,10 @@ from typing import Any
 import jax
 
 from crossframe.errors import RecordingError
-from crossframe.recording import WHOLE, Manifest, Schedule, create_recording
-from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.recording.known_settings import COMMAND
-from crossframe.recording.program import PROCESSES, PROGRAM, program_of
+from crossframe.recording import WHOLE, Manifest, create_recording
+from crossframe.recording.program import PROCESSES, program_of
+from crossframe.recording.run_options import RunOptions
 from crossframe.recording.sample import sample_of
-from crossframe.recording.sketch import FULL_NUMEL
 from crossframe.strategy import Strategy
 from jax_backend.ranks._processes import gather_values, together
 from jax_backend.recorder._params_as_arrays import ArrayPieces, Pieces
@@ -31,24 +26,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "numpy")
 
 @dataclass(frozen=True)
 class About:
-    """The arguments of `Recorder` about the run; `Recorder` documents them."""
+    """The arguments of `Recorder` for fields of the manifest; `Recorder` documents them."""
 
-    schedule: Schedule
-    detail: str
-    steps: int | None
     name: str
     dtype: str | None
     strategy: str | None
     learning_rate: float | None
-    seed: int | None
     terms: int | None
-    settings: Mapping[str, Any]
-    perturbed_run: int
-
-
-def place_of(directory: str | Path, perturbed_run: int) -> Path:
-    """The directory of a run or of one of its perturbed runs."""
-    return Path(directory, perturbed_run_folder(perturbed_run)) if perturbed_run else Path(directory)
 
 
 def check_directory(path: Path, overwrite: bool) -> None:
@@ -64,17 +48,11 @@ def check_directory(path: Path, overwrite: bool) -> None:
     together(_TITLE, check)
 
 
-def is_sketched(source: ArrayPieces | ShardPieces, detail: str) -> bool:
-    """Whether large tensors are recorded as sketches."""
-    numel = sum(spec.numel for _, layout in source.units for spec in layout.params)
-    return numel > FULL_NUMEL if detail == "auto" else detail == "sketch"
-
-
-def kept(source: ArrayPieces | ShardPieces, params: Any, detail: str) -> dict[int, Pieces]:
+def kept(source: ArrayPieces | ShardPieces, params: Any, options: RunOptions) -> dict[int, Pieces]:
     """The initial parameters of each rank of this process, copied, since the first step may donate them. The recording begins
     after that step, when it is known what is recorded."""
     pieces = source.pieces(params)
-    if is_sketched(source, detail):
+    if options.sketches(source.units):
         sizes = {spec.name: spec.numel for _, layout in source.units for spec in layout.params}
         for by_unit in pieces.values():
             for by_name in by_unit.values():
@@ -85,7 +63,9 @@ def kept(source: ArrayPieces | ShardPieces, params: Any, detail: str) -> dict[in
     return pieces
 
 
-def manifest_of(source: ArrayPieces | ShardPieces, about: About, says: Mapping[str, Any]) -> Manifest:
+def manifest_of(
+    source: ArrayPieces | ShardPieces, about: About, options: RunOptions, says: Mapping[str, Any]
+) -> Manifest:
     """The manifest of a run.
 
     Args:
@@ -98,24 +78,19 @@ def manifest_of(source: ArrayPieces | ShardPieces, about: About, says: Mapping[s
     strategy = Strategy.FULL_SHARD if spec.replicate == 1 else Strategy.HYBRID_SHARD
     if spec.shard == 1 < spec.replicate:
         strategy = Strategy.NO_SHARD
-    found = dict(says) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: program()}
-    found |= {"perturbed_run": about.perturbed_run} if about.perturbed_run else {}
-    return Manifest(
+    return options.manifest(
         framework="jax",
         model=about.name,
         dtype=about.dtype or computed or stored.most_common(1)[0][0],
         mesh=spec,
-        steps=about.steps,
         learning_rate=about.learning_rate,
-        seed=about.seed,
         terms=about.terms,
-        schedule=about.schedule,
         param_map=source.param_map,
         units=source.units,
         strategy=about.strategy or strategy.value,
-        versions={name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules},
-        settings=found | dict(about.settings),
-        detail="sketch" if is_sketched(source, about.detail) else "full",
+        packages=_PACKAGES,
+        program=program(),
+        stated=says,
     )
 
 
@@ -140,7 +115,7 @@ def program(device: Any = None, *, compiled: bool = True) -> dict[str, Any]:
     )
 
 
-def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
+def begun(options: RunOptions, manifest: Manifest) -> Manifest:
     """Create the recording in the first process; all processes wait for it.
 
     Raises:
@@ -149,7 +124,7 @@ def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
 
     def create() -> None:
         if jax.process_index() == 0:
-            create_recording(path, manifest, overwrite=overwrite)
+            create_recording(options.path, manifest, overwrite=options.overwrite)
 
     together(_TITLE, create)
     if not jax.process_index():
@@ -157,4 +132,4 @@ def begun(path: Path, manifest: Manifest, *, overwrite: bool) -> Manifest:
         return manifest
     token = gather_values("")[0]
     # The command line may differ between processes; that of the first counts.
-    return replace(manifest, settings=Manifest.read(path).settings, token=token)
+    return replace(manifest, settings=Manifest.read(options.path).settings, token=token)

@@ -20,10 +20,10 @@ from jaxtyping import PyTree
 from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
-from crossframe.recording import Batch, Manifest, Schedule
+from crossframe.recording import Batch, Manifest
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.known_settings import FORWARD_ONLY, LOSSES, MEAN
-from crossframe.recording.perturbed_runs import perturbed_run_number
+from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
 from jax_backend.activations import Activations, listening
 from jax_backend.engine._loss_function import LossFunction
@@ -34,7 +34,7 @@ from jax_backend.ranks._processes import gather_values
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
 from jax_backend.recorder._combined_grads import combined
 from jax_backend.recorder._device_ranks import Grid
-from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of, place_of
+from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of
 from jax_backend.recorder._model_state import ByRank, state_by_rank
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
 from jax_backend.recorder._observed_loss import Interior, ObservedLoss
@@ -173,8 +173,6 @@ class Recorder:
         terms: int | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        if detail not in ("auto", "full", "sketch"):
-            raise UsageError(f"detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
         if isinstance(params, ShardedParams):
             if given := [
                 what
@@ -187,41 +185,35 @@ class Recorder:
             self._source = ArrayPieces(params, mesh, param_map, units)
         if forward_only and isinstance(params, ShardedParams):
             raise UsageError("forward_only: expected a pytree of arrays, got ShardedParams; unshard them first")
-        self._forward_only = forward_only
-        self.perturbed_run, self._overwrite, self._samples = perturbed_run_number(perturbed_run), overwrite, samples
-        self._channels_last = check_channels_last(channels_last)
-        self._path = Path(directory) if manifest is not None else place_of(directory, self.perturbed_run)
-        schedule, self._manifest = Schedule(dense, every, tuple(windows)), manifest
-        if manifest is not None:
-            if manifest.units != tuple(self._source.units):
-                raise UsageError(
-                    "manifest: expected the units and layouts of the parameters, got others; make it from them"
-                )
-            schedule, detail = manifest.schedule, manifest.detail
-        self._request, self._trace = Request.from_environment(), None
-        if self._request is not None and manifest is None:
-            # The run is repeated for the operators of one step; its recording does not matter.
-            self._path, self._overwrite = Path(self._request.directory, "recording"), True
-            schedule, detail = Schedule(0, 10**9), "sketch"
-        if self._request is not None:
-            self._trace = OperatorTrace(self._request)
-        self._monitor = None if self._request is not None or self.perturbed_run else monitor
-        self._about = About(
-            schedule,
-            detail,
-            steps,
-            name,
-            dtype,
-            strategy,
-            learning_rate,
-            seed,
-            terms,
-            ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
-            self.perturbed_run,
+        self._request = Request.from_environment()
+        self._options = RunOptions.of(
+            directory,
+            every=every,
+            dense=dense,
+            windows=windows,
+            detail=detail,
+            steps=steps,
+            seed=seed,
+            perturbed_run=perturbed_run,
+            forward_only=forward_only,
+            overwrite=overwrite,
+            settings=settings,
+            manifest=manifest,
+            trace_directory=None if self._request is None else self._request.directory,
         )
-        self._schedule, self._dense_until = schedule, 0
+        self._path, self.perturbed_run = self._options.path, self._options.perturbed_run
+        self._forward_only, self._samples, self._manifest = forward_only, samples, manifest
+        self._channels_last = check_channels_last(channels_last)
+        if manifest is not None and manifest.units != tuple(self._source.units):
+            raise UsageError(
+                "manifest: expected the units and layouts of the parameters, got others; make it from them"
+            )
+        self._trace = None if self._request is None else OperatorTrace(self._request)
+        self._monitor = None if self._request is not None or self.perturbed_run else monitor
+        self._about = About(name, dtype, strategy, learning_rate, terms)
+        self._dense_until = 0
         self.params = self._source.moved(params, self.perturbed_run) if self.perturbed_run else params
-        self._initial: Any = kept(self._source, self.params, detail)
+        self._initial: Any = kept(self._source, self.params, self._options)
         self._writers: Writers | None = None
         if model is not None and not is_module(model):
             raise UsageError(
@@ -250,7 +242,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         if self._manifest is None:
-            check_directory(self._path, self._overwrite)
+            check_directory(self._path, self._options.overwrite)
         if self._trace is not None:
             self._trace.begin_step(self._step)
         return self
@@ -283,7 +275,7 @@ class Recorder:
     def began_with(self, params: PyTree) -> None:
         """Replace the initial parameters, if the loop has perturbed them itself. To be called before the first step."""
         self.params = params
-        self._initial = kept(self._source, params, self._about.detail)
+        self._initial = kept(self._source, params, self._options)
 
     def add_interior(self, interior: Any) -> None:
         """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
@@ -314,7 +306,7 @@ class Recorder:
     def is_dense(self, step: int | None = None) -> bool:
         """Whether the interior of a step is recorded; None: of the current one."""
         step = self._step if step is None else step
-        return step < self._dense_until or self._schedule.is_dense(step)
+        return step < self._dense_until or self._options.schedule.is_dense(step)
 
     def open_window(self, num_steps: int) -> None:
         """Record everything at the next steps."""
@@ -585,7 +577,7 @@ class Recorder:
         manifest = self._manifest
         if manifest is None:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
-            manifest = begun(self._path, manifest_of(self._source, self._about, says), overwrite=self._overwrite)
+            manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says))
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._writers.state_environment(self.modules)
         self._open_window()

@@ -1,30 +1,26 @@
 """Starts a recording: the first rank writes the manifest, and perturbed runs change their initial parameters."""
 
-import importlib.metadata
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.param_map import identity_map
-from crossframe.recording import Manifest, Schedule, create_recording
-from crossframe.recording.known_settings import COMMAND, GROUPS, NOT_RECORDED, PER_RANK
+from crossframe.recording import Manifest, create_recording
+from crossframe.recording.known_settings import GROUPS, NOT_RECORDED, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.perturbed_runs import perturbed_values
-from crossframe.recording.program import MODEL_RANKS, OPTIMIZER_KERNEL, PROGRAM, program_of
-from crossframe.recording.sketch import FULL_NUMEL
+from crossframe.recording.program import MODEL_RANKS, OPTIMIZER_KERNEL, program_of
+from crossframe.recording.run_options import RunOptions
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder._float32_precision import allows_tf32_in_convolutions, matmul_precision
 from torch_backend.recorder._model_ranks import full, set_full
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import class_name, innermost, named_modules
+from torch_backend.recorder._module_tree import class_name, innermost, is_compiled, named_modules
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
@@ -35,39 +31,27 @@ def move(view: ModelView, perturbed_run: int) -> None:
     for held in view.held:
         if held.gathered:
             whole = full(held.param.data, held.partition)
-            values = to_numpy(whole)
-            away = perturbed_values(held.name, values.reshape(-1), perturbed_run, 0).view(_carrier(values.itemsize))
-            away = torch.from_numpy(away).view(whole.dtype).view(whole.shape)
-            set_full(held.param.data, away, held.partition)
-            continue
-        here = held.of(held.param.data)
-        if here.numel():
-            values = to_numpy(here)
-            away = torch.from_numpy(
-                perturbed_values(held.name, values, perturbed_run, held.start).view(_carrier(values.itemsize))
-            )
-            here.copy_(away.view(here.dtype).to(here.device))
+            set_full(held.param.data, _moved(held.name, whole, perturbed_run, 0), held.partition)
+        else:
+            here = held.of(held.param.data)
+            here.copy_(_moved(held.name, here, perturbed_run, held.start))
 
 
-def _carrier(itemsize: int) -> str:
-    """The integer dtype with the same number of bits, because torch cannot read numpy's bfloat16."""
-    return {2: "int16", 4: "int32", 8: "int64"}[itemsize]
+def _moved(name: str, values: Tensor, perturbed_run: int, start: int) -> Tensor:
+    """Elements of a parameter from `start` on, with the values of a perturbed run."""
+    found = perturbed_values(name, to_numpy(values), perturbed_run, start)
+    integers = found.view(f"int{8 * found.itemsize}")  # torch cannot read numpy's bfloat16
+    return torch.from_numpy(integers).view(values.dtype).to(values.device)
 
 
 def manifest_of(
     view: ModelView,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    schedule: Schedule,
-    detail: str,
-    steps: int | None,
+    options: RunOptions,
     name: str | None,
-    seed: int | None,
-    perturbed_run: int,
-    settings: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest settings that are known before the first step."""
+    """The manifest of a run, from what is known before the first step."""
     device = device_of(view)
     dtype = view.compute_dtype
     if torch.is_autocast_enabled(device):
@@ -86,35 +70,32 @@ def manifest_of(
         found[NOT_RECORDED] = list(view.left_out)
     if alone := [place.name for place in named_modules(model) if _sees_its_rank(place.module)]:
         found[PER_RANK] = alone
-    if perturbed_run:
-        found["perturbed_run"] = perturbed_run
     names = [spec.name for _, layout in view.units for spec in layout.params]
     described = program_with(model, optimizers, device)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes > view.mesh.world_size:
         described[MODEL_RANKS] = processes // view.mesh.world_size
-    return Manifest(
+    return options.manifest(
         framework="torch",
         model=name or class_name(innermost(model)),
         dtype=dtype,
         mesh=view.mesh,
-        steps=steps,
         learning_rate=rate,
-        seed=seed,
         terms=None,
-        schedule=schedule,
         param_map=identity_map(names),
         units=view.units,
-        strategy=view.strategy.value,
-        versions={package: importlib.metadata.version(package) for package in _PACKAGES},
-        settings=found | {COMMAND: _command(), PROGRAM: described} | dict(settings),
-        detail=("full" if view.numel <= FULL_NUMEL else "sketch") if detail == "auto" else detail,
+        strategy=view.engine.strategy.value,
+        packages=_PACKAGES,
+        program=described,
+        stated=found,
     )
 
 
 def program_with(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: str) -> dict[str, Any]:
     """The description of the program that trains a model (`program`)."""
-    described = program(device, compiled=_is_compiled(model)) | {"channels_last": _is_channels_last(model)}
+    described = program(device, compiled=any(map(is_compiled, model.modules()))) | {
+        "channels_last": _is_channels_last(model)
+    }
     if optimizers:
         described[OPTIMIZER_KERNEL] = _optimizer_kernel(optimizers[0], on_cpu=device == "cpu")
     return described
@@ -123,12 +104,6 @@ def program_with(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 def device_of(view: ModelView) -> str:
     """The device type of the parameters."""
     return next((held.param.device.type for held in view.held), "cpu")
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) for module in model.modules()
-    )
 
 
 def _is_channels_last(model: nn.Module) -> bool:
@@ -214,24 +189,19 @@ def _sees_its_rank(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
-def _command() -> str:
-    """The command of this process, without its environment."""
-    return shlex.join(["python", *sys.argv])
-
-
-def created(path: Path, manifest: Manifest, view: ModelView, *, overwrite: bool) -> Manifest:
+def created(options: RunOptions, manifest: Manifest, view: ModelView) -> Manifest:
     """Create the recording on the first rank, and return its manifest on all ranks.
 
     Raises:
         RecordingError: a directory that cannot be written.
         AgreementError: this error on another rank, or different units on this rank.
     """
-    fields = manifest.to_json()
+    path, fields = options.path, manifest.to_json()
     subjects = [(f"unit {unit['name']!r}", {"layout": str(unit)}) for unit in fields["units"]]
     run = {name: str(fields[name]) for name in ("model", "dtype", "mesh", "schedule", "detail", "learning_rate")}
     try:
         if view.rank == 0 and view.writes:
-            create_recording(path, manifest, overwrite=overwrite)
+            create_recording(path, manifest, overwrite=options.overwrite)
         agree(view.groups, _TITLE, [("run", run), *subjects], advice="record the same run on every rank")
         made = manifest if view.rank == 0 and view.writes else Manifest.read(path)
         advice = (

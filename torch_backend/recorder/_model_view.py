@@ -17,7 +17,6 @@ from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
-from crossframe.strategy import Strategy
 from torch_backend.compat._dtypes import as_real
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
@@ -101,11 +100,6 @@ class ModelView:
         """The name that a module or buffer of this model has in the recording."""
         return f"{self.path}.{name}" if self.path else name
 
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(spec.numel for _, layout in self.units for spec in layout.params)
-
     def names_of(self, unit: str) -> list[str]:
         """The parameters of a unit."""
         return [spec.name for name, layout in self.units if name == unit for spec in layout.params]
@@ -129,11 +123,6 @@ class ModelView:
     def speaks(self) -> bool:
         """Whether this rank is the one of its model ranks that writes, or sends to the first stage."""
         return self.model_ranks is None or self.model_ranks.is_first
-
-    @property
-    def strategy(self) -> Strategy:
-        """The core's word for how it is sharded."""
-        return self.engine.strategy
 
     def bits(self) -> dict[str, Bits]:
         """Of each parameter that its bits could tell from others."""

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
 from crossframe.operators import Request
-from crossframe.recording import Manifest, RecordingWriter, Schedule, SilentWriter
+from crossframe.recording import Manifest, RecordingWriter, SilentWriter
 from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.recording.known_settings import FORWARD_ONLY
-from crossframe.recording.perturbed_runs import perturbed_run_number
+from crossframe.recording.run_options import RunOptions
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.other_rounding import OtherRounding
@@ -183,8 +181,6 @@ class Recorder(Listener):
         optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise UsageError(f"Recorder: expected an optimizer of torch, got {type(optimizer).__name__}")
-        if detail not in ("auto", "full", "sketch"):
-            raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
         groups = {"pipeline": pipeline, "context": context, "tensor_parallel": tensor_parallel}
         for title, group in groups.items():
             if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -200,22 +196,24 @@ class Recorder(Listener):
         self._context = None if context is None else Context(context, context_order)
         self._stated = Arrangement(units, self._pipeline, self._context, tensor_parallel, dict(partition or {}))
         self._models = [without_fabric(each) for each in models]
-        self._overwrite, self._manifest = overwrite, manifest
-        self._perturbed_run = perturbed_run_number(perturbed_run)
-        self._path = (
-            Path(directory, perturbed_run_folder(self._perturbed_run))
-            if self._perturbed_run and manifest is None
-            else Path(directory)
+        self._manifest, self._name = manifest, name
+        self._request, self._trace = Request.from_environment(), None
+        self._options = RunOptions.of(
+            directory,
+            every=every,
+            dense=dense,
+            windows=windows,
+            detail=detail,
+            steps=steps,
+            seed=seed,
+            perturbed_run=perturbed_run,
+            forward_only=forward_only,
+            overwrite=overwrite,
+            settings=settings,
+            manifest=manifest,
+            trace_directory=None if self._request is None else self._request.directory,
         )
-        self._options: dict[str, Any] = {
-            "schedule": Schedule(dense, every, tuple(windows)),
-            "detail": detail,
-            "steps": steps,
-            "name": name,
-            "seed": seed,
-            "perturbed_run": self._perturbed_run,
-            "settings": ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {}),
-        }
+        self._perturbed_run = self._options.perturbed_run
         self._forward_only, self._in_parts, self._beside = forward_only, in_parts, dict(beside or {})
         if wrong := [name for name, each in self._beside.items() if not isinstance(each, nn.Module)]:
             raise UsageError(
@@ -226,12 +224,6 @@ class Recorder(Listener):
                 "Recorder: monitor with forward_only on several ranks, which may call the model at other times; use crossframe "
                 "watch instead"
             )
-        self._request, self._trace = Request.from_environment(), None
-        if self._request is not None:
-            # A second run that only traces operators of one step; its other records are not used.
-            self._path = Path(self._request.directory, "recording") if manifest is None else self._path
-            self._overwrite = True
-            self._options |= {"schedule": Schedule(0, 10**9), "detail": "sketch"}
         self._monitor = None if self._request is not None or self._perturbed_run else monitor
         self._are_given = bool(optimizers)
         self._optimizers: list[torch.optim.Optimizer] = optimizers
@@ -512,19 +504,19 @@ class Recorder(Listener):
                 left_out=self._pipeline.left_out([view.left_out for view in self._views]),
             )
         if manifest is None:
-            manifest = manifest_of(described, self._models[0], self._optimizers, **self._options)
+            manifest = manifest_of(described, self._models[0], self._optimizers, self._options, self._name)
             if self._pipeline is not None:
                 manifest = replace(manifest, learning_rate=self._pipeline.of_first_stage(manifest.learning_rate))
-            manifest = created(self._path, manifest, first, overwrite=self._overwrite)
+            manifest = created(self._options, manifest, first)
         elif manifest.units != described.units or manifest.mesh != first.mesh:
             raise UsageError("the layouts that the manifest has are not those of the model")
         _warn_of_left_out(self._views)
         for part, view in zip(self._parts, self._views, strict=True):
             if self._pipeline is not None and view.writes:
-                writer = FirstWriter(self._path, manifest, view.rank, copies)
+                writer = FirstWriter(self._options.path, manifest, view.rank, copies)
             else:
                 kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
-                writer = kind(self._path, manifest, view.rank)
+                writer = kind(self._options.path, manifest, view.rank)
             part.keeper = Keeper(
                 part.model, view, writer, self._beside if part is self._parts[0] else {}
             )  # which closes the writer if the next line fails
@@ -532,7 +524,7 @@ class Recorder(Listener):
         for keeper in self._keepers:
             keeper.initial()
         if self._monitor is not None and first.rank == 0 and first.writes:
-            self._monitor.begin(self._path)
+            self._monitor.begin(self._options.path)
         self._begin_step()
 
     def _copies(self, pipeline: Pipeline) -> Copies:
