@@ -6,8 +6,8 @@ DIRECTORY/rank00000/step00000.safetensors    the tensors of a recorded step
 DIRECTORY/twin00001/                         the recording of a perturbed run (`crossframe.recording.perturbed_runs`)
 """
 
+from crossframe.recording.batches import Batch
 from crossframe.recording.create import create_recording
-from crossframe.recording.event_index import Batch
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.reader import Recording, common_steps
 from crossframe.recording.recorded_steps import Schedule

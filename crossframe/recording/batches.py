@@ -7,12 +7,77 @@ padding, makes the numbers of samples and arrays independent of how far a microb
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
 _CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a rank at a step.
+
+    Attributes:
+        digest: its sha256 in hex.
+        sample_ids: the ids of its samples in the data.
+        inputs: two numbers for each of its arrays (`inputs_of`); empty if they were not recorded.
+    """
+
+    digest: str
+    sample_ids: tuple[int, ...]
+    inputs: tuple[tuple[int, int], ...] = ()
+
+    def has_samples_of(self, other: "Batch") -> bool:
+        """Whether a model is called with the same samples, perhaps in another order, in other microbatches, or with further
+        arrays, which one of the models could derive from the others. Numbers, arrays without dims, may differ."""
+        if self.digest == other.digest:
+            return True
+        if len(self.sample_ids) != len(other.sample_ids) or not self.inputs or not other.inputs:
+            return False
+        if len(self.inputs) != len(other.inputs):
+            return self.is_in_order_of(other)
+        rows = [sorted(number for number, _ in each.inputs) for each in (self, other)]
+        return rows[0] == rows[1] and sorted(self.sample_ids) == sorted(other.sample_ids)
+
+    def has_rows_of(self, other: "Batch") -> bool:
+        """Whether both are the same samples in the same order, though the numbers of padded ones differ: one recorder did not
+        know which array is the mask."""
+        ours, theirs = set(self.sample_ids), set(other.sample_ids)
+        pairs = list(zip(self.sample_ids, other.sample_ids, strict=False))
+        is_in_order = all(x == y or (x not in theirs and y not in ours) for x, y in pairs)
+        return self.digest == other.digest and len(self.sample_ids) == len(other.sample_ids) and is_in_order
+
+    def is_in_order_of(self, other: "Batch") -> bool:
+        """Whether all arrays of the batch with fewer arrays are in the other one too, with their rows in the same order."""
+        fewer, more = sorted((Counter(self.inputs), Counter(other.inputs)), key=Counter.total)
+        return fewer.total() > 0 and fewer <= more
+
+
+def batch_of(
+    microbatches: Sequence[Sequence[np.ndarray]],
+    masks: Sequence[int | None] = (),
+    *,
+    digest: str | None = None,
+    sample_ids: Iterable[int] | None = None,
+) -> Batch:
+    """The batch of a rank at a step, from the arrays of each microbatch.
+
+    Args:
+        masks: the index of the mask in each microbatch; empty if there are none.
+        digest, sample_ids: what the loop states instead. If it states the digest, its arrays are not identified.
+
+    >>> tokens = np.arange(6).reshape(3, 2)
+    >>> batch_of([tokens[:2][None], tokens[2:][None]]).sample_ids == batch_of([[tokens]]).sample_ids
+    True
+    """
+    if sample_ids is None:
+        sample_ids = [number for arrays, mask in zip_longest(microbatches, masks) for number in row_ids(arrays, mask)]
+    inputs = () if digest else inputs_of(microbatches, masks)
+    return Batch(digest or digest_of(each for arrays in microbatches for each in arrays), tuple(sample_ids), inputs)
 
 
 def digest_of(arrays: Iterable[np.ndarray]) -> str:

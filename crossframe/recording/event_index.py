@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from io import BufferedIOBase, BufferedReader, BytesIO
 from pathlib import Path
@@ -15,6 +14,7 @@ from crossframe.files import FileError, open_regular
 from crossframe.params import OVERFLOW
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
+from crossframe.recording.batches import Batch
 from crossframe.recording.dims import LEAST_DIMS, Order
 from crossframe.recording.event_format import INPUT, OUTPUT, expect
 from crossframe.recording.manifest import Manifest
@@ -26,46 +26,6 @@ LARGEST_EVENTS = 1 << 30
 LONGEST_LINE = 1 << 24
 """Maximum bytes of the file of a rank, and of one line: the ids of a million samples take about 10 MB."""
 _PHASES = f"a phase among {list(event_format.TENSOR_USES)}"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The batch of a rank at a step.
-
-    Attributes:
-        digest: its sha256 in hex.
-        sample_ids: the ids of its samples in the data.
-        inputs: two numbers for each of its arrays (`crossframe.recording.batches.inputs_of`); empty if they were not recorded.
-    """
-
-    digest: str
-    sample_ids: tuple[int, ...]
-    inputs: tuple[tuple[int, int], ...] = ()
-
-    def has_samples_of(self, other: "Batch") -> bool:
-        """Whether a model is called with the same samples, perhaps in another order, in other microbatches, or with further
-        arrays, which one of the models could derive from the others. Numbers, arrays without dims, may differ."""
-        if self.digest == other.digest:
-            return True
-        if len(self.sample_ids) != len(other.sample_ids) or not self.inputs or not other.inputs:
-            return False
-        if len(self.inputs) != len(other.inputs):
-            return self.is_in_order_of(other)
-        rows = [sorted(number for number, _ in each.inputs) for each in (self, other)]
-        return rows[0] == rows[1] and sorted(self.sample_ids) == sorted(other.sample_ids)
-
-    def has_rows_of(self, other: "Batch") -> bool:
-        """Whether both are the same samples in the same order, though the numbers of padded ones differ: one recorder did not
-        know which array is the mask."""
-        ours, theirs = set(self.sample_ids), set(other.sample_ids)
-        pairs = list(zip(self.sample_ids, other.sample_ids, strict=False))
-        is_in_order = all(x == y or (x not in theirs and y not in ours) for x, y in pairs)
-        return self.digest == other.digest and len(self.sample_ids) == len(other.sample_ids) and is_in_order
-
-    def is_in_order_of(self, other: "Batch") -> bool:
-        """Whether all arrays of the batch with fewer arrays are in the other one too, with their rows in the same order."""
-        fewer, more = sorted((Counter(self.inputs), Counter(other.inputs)), key=Counter.total)
-        return fewer.total() > 0 and fewer <= more
 
 
 @dataclass

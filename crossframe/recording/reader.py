@@ -17,9 +17,10 @@ from crossframe.layout import Layout
 from crossframe.mesh import check_rank
 from crossframe.quoting import quote, quote_path
 from crossframe.recording import event_format
+from crossframe.recording.batches import Batch
 from crossframe.recording.dims import Order, channels_first, channels_first_shape
 from crossframe.recording.element_ranges import ElementRange, StepRanges, SummedSketches
-from crossframe.recording.event_index import Batch, RankIndex, UnequalRanks, parse_index, read_index
+from crossframe.recording.event_index import RankIndex, UnequalRanks, parse_index, read_index
 from crossframe.recording.golden_file import Golden, GoldenStep, StoredSpread
 from crossframe.recording.manifest import Manifest
 from crossframe.recording.progress import Progress

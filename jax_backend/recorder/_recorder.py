@@ -21,7 +21,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest
-from crossframe.recording.batches import digest_of, inputs_of, row_ids
+from crossframe.recording.batches import batch_of
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
@@ -623,12 +623,9 @@ def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, B
     Args:
         microbatches: the arrays of each.
     """
-    found = {}
-    for rank in grid.here:
-        own = [[grid.rows(leaf, rank) for leaf in leaves] for leaves in microbatches]
-        ids = [number for arrays in own for number in row_ids(arrays)]
-        found[rank] = Batch(digest_of([array for arrays in own for array in arrays]), tuple(ids), inputs_of(own))
-    return found
+    return {
+        rank: batch_of([[grid.rows(leaf, rank) for leaf in leaves] for leaves in microbatches]) for rank in grid.here
+    }
 
 
 def _programs(

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, SilentWriter
-from crossframe.recording.batches import digest_of, inputs_of, row_ids
+from crossframe.recording.batches import batch_of
 from crossframe.recording.run_options import RunOptions
 from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._nested_tensors import tensors_in
@@ -627,11 +626,8 @@ class Recorder(Listener):
             arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in values.microbatches]
             if self._context is not None and not values.digest:
                 arrays = self._context.whole_batch(arrays)
-            digest = values.digest or digest_of([array for some in arrays for array in some])
-            ids = values.sample_ids
-            if ids is None:
-                ids = [i for some, mask in zip_longest(arrays, values.masks) for i in row_ids(some, mask)]
-            writer.batch(step, digest, ids, () if values.digest else inputs_of(arrays, values.masks))
+            batch = batch_of(arrays, values.masks, digest=values.digest, sample_ids=values.sample_ids)
+            writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
             writer.loss(step, loss, [(forwards, float(each)) for forwards, each in values.backwards])
             writer.end_step(step, [float(rate) for rate in values.rates])
         self._num_written += len(self._waiting)

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossframe.recording.batches import digest_of, inputs_of, row_ids
-from crossframe.recording.event_index import Batch
+from crossframe.recording.batches import Batch, batch_of, digest_of, inputs_of, row_ids
 
 TOKENS = np.arange(12).reshape(4, 3)
 IMAGES = np.random.default_rng(0).integers(0, 16, size=(4, 2, 2)).astype(np.float64)
@@ -57,7 +56,7 @@ def test_inputs_do_not_depend_on_microbatches():
 def test_numbers_next_to_samples_are_none_of_them():
     first, second = ([TOKENS, np.float32(numbers)] for numbers in (61, 118))
     assert inputs_of([first]) == inputs_of([second]) == inputs_of([[TOKENS]]) and inputs_of([[np.float32(61)]]) == ()
-    one, other = (Batch(digest_of(each), row_ids(each), inputs_of([each])) for each in (first, second))
+    one, other = (batch_of([each]) for each in (first, second))
     assert one.digest != other.digest and one.has_samples_of(other)
 
 
@@ -90,8 +89,7 @@ def test_rows_are_the_same_if_one_side_does_not_know_the_mask():
     whole, halves = [TOKENS, mask], [[TOKENS[:2], mask[:2]], [TOKENS[2:], mask[2:]]]
 
     def batch(*microbatches, index=None):
-        arrays = [array for each in microbatches for array in each]
-        return Batch(digest_of(arrays), tuple(i for each in microbatches for i in row_ids(each, index)))
+        return batch_of(microbatches, [index] * len(microbatches))
 
     assert batch(whole).sample_ids != batch(whole, index=1).sample_ids
     assert batch(whole).has_rows_of(batch(whole, index=1)) and batch(*halves, index=1).has_rows_of(batch(*halves))
@@ -101,10 +99,7 @@ def test_rows_are_the_same_if_one_side_does_not_know_the_mask():
 
 def test_batches_have_the_same_samples_whatever_their_microbatches():
     def batch(*microbatches):
-        ids = [i for arrays in microbatches for i in row_ids(arrays)]
-        return Batch(
-            digest_of([array for arrays in microbatches for array in arrays]), tuple(ids), inputs_of(microbatches)
-        )
+        return batch_of(microbatches)
 
     whole = batch([TOKENS, IMAGES])
     halves = [[TOKENS[:2], IMAGES[:2]], [TOKENS[2:], IMAGES[2:]]]
