@@ -24,7 +24,7 @@ from crossframe.recording.event_format import INPUT
 from crossframe.recording.known_settings import check_settings
 from crossframe.recording.program import PROGRAM, products_in
 from crossframe.recording.recorded_steps import Schedule
-from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME
+from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME, WHOLE
 from crossframe.unit_assignment import enclosing_unit
 
 FORMAT = 8
@@ -155,6 +155,10 @@ class Manifest:
     def layout_of(self, name: str) -> Layout:
         """The layout that has a parameter."""
         return next(layout for _, layout in self.units if any(param.name == name for param in layout.params))
+
+    def sketches(self, numel: int) -> bool:
+        """Whether a tensor of so many elements is recorded as a sketch. All ranks decide by the whole tensor, and so alike."""
+        return self.detail == SKETCH and numel > WHOLE
 
     def maker(self, module: str, use: str) -> str:
         """The unit whose code computed an activation: the module's own unit for an output, the enclosing one for an input."""

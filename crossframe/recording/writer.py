@@ -19,9 +19,9 @@ from crossframe.mesh import check_rank
 from crossframe.quoting import quote_path
 from crossframe.recording import event_format
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
-from crossframe.recording.manifest import MANIFEST_NAME, SKETCH, Manifest
+from crossframe.recording.manifest import MANIFEST_NAME, Manifest
 from crossframe.recording.sample import sample_of
-from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
+from crossframe.recording.sketch import Sketch, sketches_of
 from crossframe.recording.step_tensors import dtype_name, write_tensors
 from crossframe.trace import Event
 
@@ -187,7 +187,7 @@ class RecordingWriter:
                 f"{where}: expected the sketch with channels first exactly where its order is not known"
             )
         key = event_format.activation_key(use, microbatch, module)
-        if isinstance(value, np.ndarray) and not known and self.manifest.detail == SKETCH and value.size > WHOLE:
+        if isinstance(value, np.ndarray) and not known and self.manifest.sketches(value.size):
             _dtype(value)
             moved = sketches_of([channels_first(value)])[0]
         fields = event_format.place(
@@ -517,9 +517,9 @@ class RecordingWriter:
         """Add a tensor, or its sketch, to the step's file, and its line to the step's lines.
 
         Args:
-            numel: number of elements of the whole tensor. It decides whether to sketch, so that all layouts decide alike.
+            numel: number of elements of the whole tensor.
         """
-        if self.manifest.detail == SKETCH and isinstance(value, np.ndarray) and numel > WHOLE:
+        if isinstance(value, np.ndarray) and self.manifest.sketches(numel):
             _dtype(value)
             sample = sample_of(value, start) if fields["phase"] == event_format.PARAMETERS else None
             value = replace(sketches_of([value], start)[0], sample=sample)

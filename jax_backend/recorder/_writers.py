@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from crossframe.mesh import MeshSpec
-from crossframe.recording import WHOLE, Batch, Manifest, RecordingWriter, Sketch
+from crossframe.recording import Batch, Manifest, RecordingWriter, Sketch
 from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.event_format import CHANGED, INITIAL
 from crossframe.recording.program import COMPILED, PROGRAM
@@ -74,8 +74,6 @@ class Writers:
     ) -> None:
         self.source, self._manifest = source, manifest
         self._dims = Dims(source.param_map, channels_last)
-        self._sketches = manifest.detail == "sketch"
-        self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
 
     def records(self, step: int) -> bool:
@@ -132,7 +130,7 @@ class Writers:
         for rank, by_unit in by_rank.items():
             for unit, pieces in by_unit.items():
                 kept = {
-                    name: (start, stop, self._kept(values, self._sizes[name], start))
+                    name: (start, stop, self._kept(values, self._manifest.params[name].numel, start))
                     for name, (start, stop, values) in pieces.items()
                 }
                 getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
@@ -143,7 +141,7 @@ class Writers:
         Args:
             numel: number of elements of the full array.
         """
-        if not self._sketches or numel <= WHOLE or isinstance(values, Sketch):
+        if isinstance(values, Sketch) or not self._manifest.sketches(numel):
             return values
         return sketch_of(values, start)
 

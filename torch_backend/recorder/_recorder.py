@@ -477,7 +477,7 @@ class Recorder(Listener):
         return [part.view for part in self._parts if part.view is not None]
 
     def _has_any(self, params: Sequence[Tensor]) -> bool:
-        return any(keeper.has_any(params) for keeper in self._keepers)
+        return any(id(param) in keeper.params for keeper in self._keepers for param in params)
 
     def _begun(self, inputs: Sequence[Tensor] = ()) -> RecordingWriter:
         """The writer of the first part. The recording starts on first use, with these inputs of the model, if they are known."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crossframe.recording import WHOLE, RecordingWriter, Sketch
+from crossframe.recording import RecordingWriter, Sketch
 from crossframe.recording.event_format import (
     CHANGED,
     COUNT,
@@ -38,23 +38,20 @@ class Keeper:
 
     Attributes:
         writer: this rank's.
+        params: the ids of the model's parameters.
     """
 
     def __init__(
         self, model: nn.Module, view: ModelView, writer: RecordingWriter, beside: Mapping[str, nn.Module]
     ) -> None:
         self._model, self._view, self.writer, self._beside = model, view, writer, beside
-        self._params = {id(held.param) for held in view.held}
+        self.params = {id(held.param) for held in view.held}
         self._grads: dict[str, Pieces] = {}
         self._specs = writer.manifest.params
         self._modules = {name: module for module, name in view.watched.items()}
         # Forward has whole parameters of which ranks have pieces.
         partitions = {held.name: held.partition for held in view.held if held.partition is not None}
         self._partitions = {name: each for name, part in partitions.items() if (each := in_forward(part))}
-
-    def has_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether any of an optimizer's parameters belong to the model."""
-        return any(id(param) in self._params for param in params)
 
     def initial(self) -> None:
         """Record the parameters and buffers before the first step."""
@@ -70,7 +67,7 @@ class Keeper:
             value = as_real(full(buffer.detach()))
             value = value if value.is_floating_point() else value.to(torch.float64)
             is_large = value.numel() > LARGEST_IN_FULL
-            kept = sketches_of([value])[0] if is_large else self._kept(value.numel(), [value], 0)[0]
+            kept = sketches_of([value])[0] if is_large else self._whole(value)
             found.setdefault(name, (kept, tuple(value.shape)))
         self.writer.buffers(step, found, use)
 
@@ -81,11 +78,6 @@ class Keeper:
         for name, module in self._beside.items():
             for inner, tensor in named_buffers(module, without=self._model.modules(), params=True):
                 yield f"{name}.{inner}", tensor
-
-    @property
-    def params(self) -> Set[int]:
-        """The ids of the model's parameters."""
-        return self._params
 
     def keep_grads(self, step: int, scale: float = 1.0, only: Set[int] | None = None) -> bool:
         """Keep the current gradients for `reduced_grads`. Returns False if there are none.
@@ -120,8 +112,7 @@ class Keeper:
 
     def unsharded(self, step: int, unit: str, name: str, value: Tensor) -> None:
         """Record an unsharded parameter."""
-        value = full(value, self._partitions.get(name))
-        self.writer.unsharded(step, unit, {name: self._whole(value)})
+        self.writer.unsharded(step, unit, {name: self._whole(full(value, self._partitions.get(name)))})
 
     def batch(self, step: int, tensors: Sequence[Tensor]) -> None:
         """Record whether the model ranks are given other batches. The later stages of a pipeline are given none."""
@@ -147,10 +138,8 @@ class Keeper:
         if gathered is None:
             return
         value = full(gathered)  # DTensors on a mesh of one rank stay DTensors
-        kept = self._kept(value.numel(), [value], 0)[0]
-        self.writer.activation(
-            step, microbatch, module, use, _shaped(kept, value), tuple(value.shape), operator=operator
-        )
+        shape = tuple(value.shape)
+        self.writer.activation(step, microbatch, module, use, self._whole(value), shape, operator=operator)
 
     def after_step(
         self,
@@ -173,14 +162,14 @@ class Keeper:
                 writer.local_grads(step, unit, {name: self._whole(grad) for name, grad in grads.items()})
         writer.collectives(step, watch.events())
         if norm is not None:
-            writer.grad_norm(step, _number(norm))
+            writer.grad_norm(step, float(full(norm) if isinstance(norm, Tensor) else norm))
         counts: dict[str, float] = {}
         for unit, held in self._by_unit():
             # All tensors of a parameter at once, because hashing element indices is the most expensive part.
             slots: dict[str, Pieces] = {}
             for each in held:
                 state = next((o.state[each.param] for o in optimizers if each.param in o.state), {})
-                state = _complete(each, {k: v for k, v in state.items() if k == COUNT or _is_like(each.param, k, v)})
+                state = _complete(each, {k: v for k, v in state.items() if k == COUNT or _is_like(each.param, v)})
                 if COUNT in state:
                     counts[each.name] = float(state[COUNT])
                 alike = {"": each.param} | {k: value for k, value in state.items() if k != COUNT}
@@ -247,36 +236,27 @@ class Keeper:
 
     def _whole(self, value: Tensor) -> np.ndarray | Sketch:
         value = as_real(full(value))
-        return _shaped(self._kept(value.numel(), [value], 0)[0], value)
+        kept = self._kept(value.numel(), [value], 0)[0]
+        return kept.reshape(tuple(value.shape)) if isinstance(kept, np.ndarray) else kept
 
     def _kept(self, numel: int, tensors: Sequence[Tensor], start: int) -> list[Any]:
         """Convert tensors with equal element ranges to sketches or arrays, by the number of elements of the parameter."""
         # Copies, because memory that a numpy array aliases cannot be freed by resizing, as for unsharded parameters.
         own = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
-        if self.writer.manifest.detail == "sketch" and numel > WHOLE:
+        if self.writer.manifest.sketches(numel):
             return list(sketches_of(own, start))
         return [to_numpy(tensor) for tensor in own]
 
 
 def _complete(held: Held, own: Mapping[str, Any]) -> dict[str, Any]:
     """What there is of a parameter's gradient or state, by name. Where ranks have pieces of it, other ranks' too."""
-    own = {
-        k: float(v) if k == COUNT and isinstance(held.partition, PiecesOfRanks) else v
-        for k, v in own.items()
-        if v is not None
-    }
-    return held.partition.complete(own, held.param) if isinstance(held.partition, PiecesOfRanks) else own
+    own = {k: v for k, v in own.items() if v is not None}
+    if not isinstance(held.partition, PiecesOfRanks):
+        return own
+    return held.partition.complete({k: float(v) if k == COUNT else v for k, v in own.items()}, held.param)
 
 
-def _shaped(kept: np.ndarray | Sketch, value: Tensor) -> np.ndarray | Sketch:
-    return kept.reshape(tuple(value.shape)) if isinstance(kept, np.ndarray) else kept
-
-
-def _is_like(param: Tensor, slot: str, value: Any) -> bool:
+def _is_like(param: Tensor, value: Any) -> bool:
     """Whether an optimizer state entry has the parameter's shape."""
-    is_tensor = slot != COUNT and isinstance(value, Tensor) and (value.is_floating_point() or value.dtype.is_complex)
+    is_tensor = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype.is_complex)
     return is_tensor and value.shape == param.shape
-
-
-def _number(norm: Tensor | float) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[union-attr]

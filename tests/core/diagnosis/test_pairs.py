@@ -549,7 +549,7 @@ BY_SKETCH: dict[str, str] = {
 def test_sketches_are_enough_for_what_is_linear(
     name: str, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("verdict.measure.values", "recording.writer"):
+    for module in ("verdict.measure.values", "recording.manifest"):
         monkeypatch.setattr(f"crossframe.{module}.WHOLE", 16)
     UNDER_TEST["world_size"] = 3
     options: dict[str, Any] = {**SINGLE, "detail": "sketch"}

@@ -150,7 +150,7 @@ BETAS = {"betas": [0.9, 0.999]}
     ],
 )
 def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, stated, text, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     recording = faulty.record(
         tmp_path / "run",
         faulty.Faults(**faults),
@@ -174,7 +174,7 @@ def test_parameters_that_the_loop_changes_after_the_update_are_a_note(tmp_path):
 
 
 def test_a_healthy_run_in_sketches_is_quiet(tmp_path, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     recording = faulty.record(tmp_path / "run", dtype="float32", clip=None, detail="sketch")
     monkeypatch.setattr("crossframe.recording.reader.Recording.learning_rates", lambda *_: (faulty.RATE,))
     follower = Follower(recording.directory)

@@ -120,7 +120,7 @@ def own_gradient(phase, step, rank, name, array):
 
 @pytest.mark.parametrize("detail", ["full", "sketch"])
 def test_an_optimizer_that_reduces_gradients_is_no_disagreement(inspected, monkeypatch, detail):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     found = inspected(own_gradient, replicate=2, detail=detail)
     assert found.disagreements == () and not found.is_faulty
     assert "the optimizer steps, which reduces them" in found.notes[0]
@@ -138,7 +138,7 @@ def test_replicas_that_differ_by_rounding_are_no_fault(inspected):
 
 
 def test_sketches_that_differ_between_replicas_have_the_estimated_difference(inspected, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     found = inspected(at("reduce", 0, 1, "embed", lambda array: array * 2), world_size=4, replicate=2, detail="sketch")
     first = found.disagreements[0]
     # The sketch estimates a distance to about a tenth, of the norm of the rank's piece.
@@ -182,7 +182,7 @@ def test_a_value_that_is_not_finite_states_its_microbatch_within_a_module():
 
 
 def test_an_optimizer_is_examined_by_elements_alone(inspected, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     found = inspected(detail="sketch")
     assert found.notes == ("the optimizer's steps were not examined: no two steps in a row were recorded in full",)
 

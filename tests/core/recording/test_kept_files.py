@@ -105,7 +105,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_files_of_a_recording(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, window = CASES[name]
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 4)  # more elements than these are sketched
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 4)  # more elements than these are sketched
     write(tmp_path / "run", made := manifest(**fields), window=window)
     files = sorted(path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*.*"))
     check_text(TEXTS, " ".join(files), "files")

@@ -210,7 +210,7 @@ def test_a_parameter_without_elements_has_no_sketch(tmp_path, monkeypatch):
 
 
 def test_a_sample_that_was_changed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     recording = synthetic.record(tmp_path, synthetic.manifest(1, detail="sketch"))
     whole = recording.sample("embed")
     assert whole is not None and whole.places.size
@@ -493,7 +493,7 @@ def test_an_activation_in_an_unknown_order_of_dims_has_a_sketch_in_both(writer, 
 
 
 def test_a_large_activation_in_an_unknown_order_is_sketched_in_both(tmp_path, monkeypatch):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 20)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 20)
     made = synthetic.manifest(1, steps=1, detail="sketch")
     create_recording(tmp_path, made)
     large, small = (np.random.default_rng(0).normal(size=shape) for shape in ((2, 5, 3), (2, 5, 2)))

@@ -96,7 +96,7 @@ def test_activations_that_cannot_be_matched_say_why(tmp_path, monkeypatch):
         unmatched(a, Recording.open(b.directory), 0, at) == unmatched(Recording.open(b.directory), a, 0, at) == unknown
     )
     assert list(aligned(a, Recording.open(b.directory), 0)) == list(aligned(Recording.open(b.directory), a, 0)) == []
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
     sketched = synthetic.record(tmp_path / "c", synthetic.manifest(3, detail="sketch"))
     too_large = "it is too large to be recorded whole, and a sketch cannot be divided into samples"
     assert unmatched(a, sketched, 0, at) == unmatched(sketched, a, 0, at) == too_large

@@ -34,7 +34,7 @@ def test_zeros_of_a_parameter_alone_on_its_rank_are_no_missing_rank(tmp_path):
 
 @pytest.mark.parametrize("detail", ["full", "sketch"])
 def test_gradients_of_an_optimizer_that_reduces_are_compared_by_their_means(tmp_path, monkeypatch, detail):
-    monkeypatch.setattr("crossframe.recording.writer.WHOLE", 0)
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 0)
 
     def own(phase, step, rank, name, array):
         if phase != "reduce":
