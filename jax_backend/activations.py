@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from jax_backend.tree import is_floating
 
 INPUT, OUTPUT = "input", "output"
 
@@ -47,7 +48,7 @@ def tell(module: str, use: str, value: Any) -> None:
     reported = _reported.get()
     if reported is None or (module, use) in reported:
         return
-    floating = (leaf for leaf in jax.tree.leaves(value) if _is_floating(leaf))
+    floating = (leaf for leaf in jax.tree.leaves(value) if is_floating(leaf))
     if (first := next(floating, None)) is not None:
         reported[module, use] = first
 
@@ -88,7 +89,3 @@ def listening() -> Iterator[dict[tuple[str, str], Any]]:
 def is_anyone_listening() -> bool:
     """Whether reported values are kept."""
     return _reported.get() is not None
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -30,6 +30,16 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return found
 
 
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf is an array of a floating dtype."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def dtype_name(leaf: Any) -> str:
     """The name of the dtype of an array, or of the array that JAX would make of a value."""
     return jnp.result_type(leaf).name if not hasattr(leaf, "dtype") else str(leaf.dtype)

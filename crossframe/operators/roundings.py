@@ -25,11 +25,33 @@ factor is off by v then, or by up to 2 v if it is truncated, and truncations of 
 factors are perturbed by a further v, and four times v of the result joins the bound.
 """
 
+import math
+
+import ml_dtypes
+
+from crossframe.dtypes import numpy_dtype, unit_roundoff
+
 ARITHMETIC, OTHERS = 4, 64
 """Roundings of inputs."""
 RESULT = 4
 """Roundings of the result."""
 DRAWS, SIGNIFICANT = 2, 4.0
+
+
+def bound_of(reach: float, size: float, dtype: str, numel: int) -> float:
+    """The bound of the error of a result relative to its norm.
+
+    Args:
+        reach: how far roundings of inputs may drive it, as a norm.
+        size, numel: the norm and number of elements of the exact result.
+        dtype: of the computed result.
+
+    >>> bound_of(2.0**-20, 2.0, "float32", 4) == 2.0**-21 + 4 * 2.0**-24
+    True
+    """
+    info = ml_dtypes.finfo(numpy_dtype(dtype))
+    smallest = float(info.smallest_normal) * float(info.eps)
+    return (reach + RESULT * unit_roundoff(dtype) * size + math.sqrt(numel) * smallest) / size
 
 
 def roundings_of_sum(terms: int, roundoff: float, of_factors: float = 0.0) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Traces: the operators of a part of a run in the order in which they ran, and their file format."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from crossframe.quoting import quote_path
 
 COMPILED = "compiled."
 """Prefix of the names of operators inside compiled graphs."""
+MOST_OPERATORS = 20_000
+"""Operators of a trace; further ones are left out."""
 WHOLE_GRAPH = f"{COMPILED}graph"
 """Name of an operator that represents a whole compiled graph."""
 
@@ -47,6 +49,11 @@ class Judged:
     def inside(self) -> bool:
         """Whether rounding explains the error."""
         return self.error <= self.bound
+
+
+def worst(judged: Iterable[Judged | None]) -> Judged | None:
+    """The error that is largest relative to its bound; None if there is none."""
+    return max(filter(None, judged), key=lambda each: each.error / each.bound, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from jax_backend.activations import Activations
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._taps import Value
+from jax_backend.tree import is_floating, is_key
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,14 @@ class ArrayInterior:
 
 def may_be_batch(value: Any) -> bool:
     """Whether a value may be part of a batch: an array with dims that is no random key."""
-    if not hasattr(value, "dtype") or not np.ndim(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if not hasattr(value, "dtype") or not np.ndim(value) or is_key(value):
         return False
     return not (value.dtype == np.uint32 and value.shape == (2,))
 
 
 def first_floating(output: Any) -> Any:
     """The first floating array of a pytree; None if it has none."""
-    arrays = (leaf for leaf in jax.tree.leaves(output) if hasattr(leaf, "dtype"))
-    return next((leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)), None)
+    return next(filter(is_floating, jax.tree.leaves(output)), None)
 
 
 def compute_dtype(activations: Iterable[Value]) -> str | None:

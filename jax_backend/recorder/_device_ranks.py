@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from jax_backend.mesh._device_mesh import axes_of, data_axes
+from jax_backend.tree import is_key
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Grid:
     def rows(self, array: Any, rank: int) -> np.ndarray:
         """A rank's part of a leading dim: the part on its device, or, if all of it is there, its part in rank order."""
         if isinstance(array, jax.Array):
-            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            if is_key(array):
                 array = jax.random.key_data(array)
             array = self._undivided(array)
             own = next((part for part in array.addressable_shards if part.device == self.devices[rank]), None)

@@ -12,8 +12,10 @@ import numpy as np
 
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
-from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, roundings_of_sum
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, SIGNIFICANT, bound_of, roundings_of_sum
+from crossframe.operators.trace import worst
 from jax_backend.recorder._product_precision import PRODUCTS, Roundings, roundings_of_product, unrounded
+from jax_backend.tree import is_key
 
 _IS_ARITHMETIC = frozenset(
     ["add", "add_any", "sub", "mul", "div", "neg", "sqrt", "square", "max", "min", "abs", "select_n"]
@@ -62,21 +64,15 @@ def judge(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], outputs
             reaches = _reaches(primitive, wide_params, arrays, exact, roundings)
     except Exception:  # a primitive may reject float64 with any error
         return None
-    judged = [
+    return worst(
         _judged(np.asarray(own), wide, reach)
         for own, wide, reach in zip(outputs, exact, reaches, strict=True)
         if _is_floating(own)
-    ]
-    judged = [each for each in judged if each is not None]
-    return max(judged, key=lambda each: each.error / each.bound, default=None)
+    )
 
 
 def _is_floating(array: Any) -> bool:
-    return np.dtype(array.dtype).name in FLOATING if not _is_key(array) else False
-
-
-def _is_key(array: Any) -> bool:
-    return jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return not is_key(array) and np.dtype(array.dtype).name in FLOATING
 
 
 def _holds_functions(value: Any) -> bool:
@@ -142,19 +138,16 @@ def _reaches(
 def _judged(computed: np.ndarray, exact: np.ndarray, reach: float) -> Judged | None:
     if exact.shape != computed.shape or exact.dtype.name not in FLOATING:
         return None
-    dtype, kept = computed.dtype.name, np.isfinite(exact)
+    kept = np.isfinite(exact)
     wanted = exact[kept].astype(np.float64)
     size = _norm(wanted)
     if not size:
         return None
-    info = jax.numpy.finfo(computed.dtype)
-    reach += RESULT * unit_roundoff(dtype) * size + math.sqrt(wanted.size) * float(info.smallest_normal) * float(
-        info.eps
-    )
-    wide = computed.astype(np.float64)
-    if not np.array_equal(np.isfinite(wide), kept) and float(np.abs(wanted).max()) < float(info.max):
-        return Judged(math.inf, reach / size)
-    return Judged(_norm(wide[kept] - wanted) / size, reach / size)
+    bound, wide = bound_of(reach, size, computed.dtype.name, wanted.size), computed.astype(np.float64)
+    largest = float(jax.numpy.finfo(computed.dtype).max)
+    if not np.array_equal(np.isfinite(wide), kept) and float(np.abs(wanted).max()) < largest:
+        return Judged(math.inf, bound)
+    return Judged(_norm(wide[kept] - wanted) / size, bound)
 
 
 def _norm(array: np.ndarray) -> float:

@@ -32,6 +32,7 @@ from jax_backend.programs._jaxpr import (
     num_scan_operands,
     opened,
 )
+from jax_backend.tree import is_key
 
 _SAME_VALUES = frozenset(
     [
@@ -219,7 +220,7 @@ class Interpreter:
             self._device = min(devices, key=lambda device: device.id)
         if devices == {self._device} and isinstance(array.sharding, SingleDeviceSharding):
             return array
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if is_key(array):
             return jax.device_put(array, self._device)
         return jax.device_put(np.asarray(array), self._device)  # without its mesh, which JAX does not mix with others
 
@@ -381,7 +382,7 @@ def _sharding_of(array: Any) -> NamedSharding | None:
 
 def _placed(array: Any, sharding: NamedSharding | None) -> Any:
     """An array at its place on a mesh."""
-    if sharding is None or not isinstance(sharding.mesh, Mesh) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if sharding is None or not isinstance(sharding.mesh, Mesh) or is_key(array):
         return array
     return jax.device_put(array, sharding)
 

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from crossframe.replacing import replacing
@@ -26,7 +25,7 @@ from jax_backend.recorder._module_calls import (
 )
 from jax_backend.recorder._script_session import Root, root
 from jax_backend.recorder._taps import FORWARD, Tap, Value, at_level, collecting, innermost, traced
-from jax_backend.tree import leaves_by_path
+from jax_backend.tree import is_floating, leaves_by_path
 
 _LIBRARIES = ("flax.linen", "flax.nnx", "equinox")
 
@@ -95,7 +94,7 @@ def _call(
     collector, top = innermost(), root()
     if collector is None or top is None or collector.in_loss:
         return call(_same)
-    params = {name: leaf for name, leaf in params.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    params = {name: leaf for name, leaf in params.items() if is_floating(leaf)}
     if not params:
         return call(_same)
     if at_level(collector, ()) is None:

@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from crossframe.replacing import replacing
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
-from jax_backend.tree import path_name
+from jax_backend.tree import is_floating, path_name
 
 _LINEN_PARAMS = "params"
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
@@ -95,8 +94,8 @@ def _report(name: str, use: str, values: Any) -> None:
     if any(tap.kind == ACTIVATION and tap.about == (name, use) for tap in collector.taps):
         return
     for leaf in jax.tree.leaves(values):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # jnp.float32 has a dtype too
-        if id(leaf) not in collector.paths and is_array and jnp.issubdtype(leaf.dtype, jnp.floating):
+        # jnp.float32 has a dtype too, but no shape.
+        if id(leaf) not in collector.paths and hasattr(leaf, "shape") and is_floating(leaf):
             # Inside a scan or a checkpoint of the model it cannot leave.
             if (array := at_level(collector, leaf)) is not None:
                 collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])

@@ -15,14 +15,16 @@ import numpy as np
 from jax._src import core as traces
 from jax._src import source_info_util
 
+from crossframe.alignment.module_names import is_in
 from crossframe.operators import Operator, Request, Signature, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
+from crossframe.operators.trace import MOST_OPERATORS
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from jax_backend.activations import module_in
 from jax_backend.recorder._float64_check import judge
 from jax_backend.recorder._interpreter import Equation, Interpreter, Place, Value
+from jax_backend.tree import is_key
 
-_MOST_OPERATORS = 20_000
 _OPTIMIZER = "optimizer"
 
 
@@ -93,7 +95,7 @@ class OperatorTrace:
         return Trace(self._operators, self._results)
 
     def _note(self, equation: Equation) -> None:
-        if len(self._operators) >= _MOST_OPERATORS:
+        if len(self._operators) >= MOST_OPERATORS:
             return
         place = equation.place
         phase, module = self._phase(equation), module_in(place.scopes)
@@ -122,14 +124,14 @@ class OperatorTrace:
         )
 
     def _is_asked_for(self, phase: str, module: str) -> bool:
-        unit, asked = self._request.unit, self._request.phase
+        asked = self._request.phase
         if asked in (STATE, UPDATE):
             return phase == _OPTIMIZER or (phase == FORWARD and self._began_backward)
         if asked in (PARAMETERS, UNSHARDED, FORWARD) and phase != FORWARD:
             return False
         if asked == BACKWARD and phase == _OPTIMIZER:
             return False
-        return not unit or module == unit or module.startswith(f"{unit}.")
+        return is_in(module, self._request.unit)
 
     def _phase(self, equation: Equation) -> str:
         """The phase of an equation. Those that depend on backward belong to the optimizer. Those after backward in the program
@@ -147,7 +149,7 @@ class OperatorTrace:
         known = self._signatures.get(id(array))
         if known is not None:
             return known[1]
-        own = jax.random.key_data(array) if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        own = jax.random.key_data(array) if is_key(array) else array
         made = np.asarray(own)
         wide = (np.abs(made) if np.iscomplexobj(made) else made).astype(np.float64)
         found = signature_of(wide, made.dtype.name, sketched=not self._request.in_bits)

@@ -20,7 +20,7 @@ from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
-from jax_backend.tree import path_name
+from jax_backend.tree import is_floating, path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
 _multi_steps: ContextVar[Any] = ContextVar("multi_steps", default=None)
@@ -114,7 +114,7 @@ def _add_application(collector: Collector, application: Tap) -> None:
 def _floating(tree: Any) -> dict[str, Any]:
     """The floating leaves by their paths. Warns of complex ones, which are parameters too."""
     leaves = _leaves(tree, jnp.inexact)
-    found = {path: leaf for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    found = {path: leaf for path, leaf in leaves.items() if is_floating(leaf)}
     if some := [path for path in leaves if path not in found]:
         warnings.warn(
             f"not recorded, since they are complex: {', '.join(some)}; keep real and imaginary parts as parameters of their own",

@@ -17,7 +17,7 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.unit_assignment import enclosing_unit
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
-from jax_backend.tree import dtype_name, leaves_by_path, path_name
+from jax_backend.tree import dtype_name, is_floating, leaves_by_path, path_name
 
 Pieces = dict[str, dict[str, tuple[int, int, Any]]]
 """By unit and parameter, (start, stop, values)."""
@@ -44,7 +44,7 @@ class ArrayPieces:
         units: Iterable[str] | None = None,
     ) -> None:
         leaves = leaves_by_path(params)
-        wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not _is_floating(leaf)}
+        wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not is_floating(leaf)}
         if wrong or not leaves:
             raise UsageError(f"params: expected a pytree of floating arrays, got {wrong or 'none'}; leave out all else")
         self.grid = Grid.of(leaves.values(), mesh)
@@ -225,7 +225,3 @@ def _units(specs: list[ParamSpec], names: tuple[str, ...], world_size: int) -> t
     if empty := [name for name in names if not owned[name]]:
         raise UsageError(f"units: expected modules that own parameters, but {empty} own none")
     return tuple((unit, layout) for unit, members in owned.items() for layout in layouts_by_rows(members, world_size))
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)

@@ -26,6 +26,8 @@ from jax._src import core
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.sharding import SingleDeviceSharding
 
+from jax_backend.tree import is_key
+
 
 class Detail(IntEnum):
     """The values that a program returns besides its own results."""
@@ -380,7 +382,7 @@ def _hosted(tap: Tap) -> Tap:
     def host(value: Value) -> Value:
         array = value.array
         is_alone = isinstance(array, jax.Array) and isinstance(array.sharding, SingleDeviceSharding)
-        if not value.scans or not is_alone or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if not value.scans or not is_alone or is_key(array):
             return value
         return replace(value, array=np.asarray(array))
 

@@ -63,7 +63,7 @@ from jax_backend.recorder._taps import (
     merged,
     unpacked,
 )
-from jax_backend.tree import path_name
+from jax_backend.tree import is_floating, path_name
 
 _MOST_BYTES = 4 * 2**30
 """What a program may return of the steps inside of it."""
@@ -444,7 +444,7 @@ class ScriptRecorder:
 
     def _move(self, leaf: Any, name: str, *, by_rank: bool = False) -> None:
         """Give a perturbed run its own initial value of a parameter, on all ranks alike."""
-        if id(leaf) in self._moved or not _is_floating(leaf) or self._is_updated(leaf):
+        if id(leaf) in self._moved or not is_floating(leaf) or self._is_updated(leaf):
             return
         values = np.asarray(leaf)
         if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
@@ -510,10 +510,6 @@ def _check_size(packed: Packed, num_steps: int) -> None:
 
 def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _named_in(fun: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -25,6 +24,7 @@ from jax_backend.shards._bucket import PerParamBucket, grown, shrunk
 from jax_backend.shards._layers import Layers, OneLayer
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.state._checkpoint_parts import Part
+from jax_backend.tree import is_key
 
 # The fields of optax's states that torch's Adam and SGD have too, with the same meaning.
 IN_TORCH: Mapping[type, Mapping[str, str]] = {
@@ -71,9 +71,9 @@ class StateLeaves:
         self._key_impls = {
             jax.tree_util.keystr(path): jax.random.key_impl(leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-            if _is_key(leaf)
+            if is_key(leaf)
         }
-        state = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+        state = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, state)
         self._mesh, self._names = mesh, _names_in_torch(state)
         self._leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
         # For each part the keys of its leaves, in order, and how they were joined.
@@ -203,10 +203,6 @@ class StateLeaves:
             if key in self._key_impls:
                 found[key] = jax.random.wrap_key_data(found[key], impl=self._key_impls[key])
         return jax.tree.unflatten(self._structure, [found[key] for key in leaves])
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

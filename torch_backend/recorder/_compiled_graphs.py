@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from crossframe.operators import Judged, SourceLine
 from crossframe.operators.source import Frame, UserCode
-from crossframe.operators.trace import COMPILED, WHOLE_GRAPH
+from crossframe.operators.trace import COMPILED, WHOLE_GRAPH, worst
 from crossframe.quoting import quote
 from crossframe.recording.event_format import BACKWARD, FORWARD
 from crossframe.replacing import replacing
-from torch_backend.recorder._float64_check import exact_of
+from torch_backend.recorder._float64_check import exact_of, tensor_leaves
 from torch_backend.recorder._module_hooks import quietly
 
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
@@ -136,9 +136,9 @@ class _Graph:
         trains = [isinstance(each, Tensor) and each.requires_grad for each in args]
         whole = self._whole(given, trains)
         arguments = f"{len(_calls(self._module))} operators"
-        for phase, worst, results in whole:
-            yield CompiledOperator(WHOLE_GRAPH, arguments, phase, self._name(), None, (), results, worst)
-        cotangents = _cotangents(_tensors(_run(self._compiled, given, trains, None)[0]))
+        for phase, found, results in whole:
+            yield CompiledOperator(WHOLE_GRAPH, arguments, phase, self._name(), None, (), results, found)
+        cotangents = _cotangents(tensor_leaves(_run(self._compiled, given, trains, None)[0]))
         operators: list[CompiledOperator] = []
         try:
             probed = _Probed(self._module, given)
@@ -159,21 +159,17 @@ class _Graph:
 
     def _whole(self, given: Sequence[Any], trains: Sequence[bool]) -> list[tuple[str, Judged | None, Sequence[Tensor]]]:
         """What is worst among outputs and among gradients, and these, by phase."""
-        cotangents = _cotangents(_tensors(_run(self._compiled, given, trains, None)[0]))
+        cotangents = _cotangents(tensor_leaves(_run(self._compiled, given, trains, None)[0]))
         outputs, grads = _run(self._compiled, given, trains, cotangents)
 
         def exact(args: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             return _run(_Wide(self._module).run, args, trains, cotangents)
 
         wide = exact_of(exact, (list(given), list(cotangents)), {}, several=True)
-        values = _tensors(outputs)
+        values = tensor_leaves(outputs)
         judged = wide.judge_each([values, grads]) if wide is not None else [None] * (len(values) + len(grads))
         by_phase = [(FORWARD, judged[: len(values)], values), (BACKWARD, judged[len(values) :], grads)]
-        return [
-            (phase, max((each for each in own if each is not None), key=_ratio, default=None), results)
-            for phase, own, results in by_phase
-            if results
-        ]
+        return [(phase, worst(own), results) for phase, own, results in by_phase if results]
 
     def _first_cut(self, given: Sequence[Any], trains: Sequence[bool], user_code: UserCode) -> list[CompiledOperator]:
         """The first operator at which the graph, compiled up to there, is outside; none if it is not when cut."""
@@ -181,15 +177,15 @@ class _Graph:
         first, last, found = 0, len(calls) - 1, None
         while first <= last:
             middle = (first + last) // 2
-            worst = self._is_outside_of(_cut(self._module, calls[middle].name), given, trains)
-            if worst is None:
+            outside = self._is_outside_of(_cut(self._module, calls[middle].name), given, trains)
+            if outside is None:
                 first = middle + 1
             else:
-                found, last = (calls[middle], worst), middle - 1
+                found, last = (calls[middle], outside), middle - 1
         if found is None:
             return []
-        node, (phase, worst, results) = found
-        return [_operator(node, phase, (), results, worst, user_code)]
+        node, (phase, outside, results) = found
+        return [_operator(node, phase, (), results, outside, user_code)]
 
     def _is_outside_alone(self, node: fx.Node, args: Any) -> tuple[str, Judged | None, Sequence[Tensor]] | None:
         """Which phase of an operator is outside, compiled by itself.
@@ -356,7 +352,7 @@ def _operator(
     arguments = ", ".join(quote(each) for each in leaves if isinstance(each, int | float | str))
     line = user_code.innermost(_frames(node.meta.get("stack_trace") or ""))
     name = f"{COMPILED}{_target_name(node)}"
-    return CompiledOperator(name, arguments, phase, _module_of(node), line, _tensors(inputs), outputs, judged)
+    return CompiledOperator(name, arguments, phase, _module_of(node), line, tensor_leaves(inputs), outputs, judged)
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
@@ -422,7 +418,9 @@ def _run(
         own = _fresh(args, trains)
         leaves = [each for each, trained in zip(own, trains, strict=True) if trained]
         outputs = function(*own)
-        pairs = [(each, g) for each, g in zip(_tensors(outputs), cotangents or (), strict=False) if each.requires_grad]
+        pairs = [
+            (each, g) for each, g in zip(tensor_leaves(outputs), cotangents or (), strict=False) if each.requires_grad
+        ]
         pairs = [pair for pair in pairs if pair[1] is not None]
         if not pairs or not leaves:
             return outputs, []
@@ -524,11 +522,3 @@ def _zeros_like(example: Tensor) -> Tensor:
 def _frames(stack: str) -> list[Frame]:
     """The frames that a node of a graph has as text, from the innermost on."""
     return [(file, int(number), function) for file, number, function in _FRAME.findall(stack)][::-1]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-
-
-def _ratio(judged: Judged) -> float:
-    return judged.error / judged.bound

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from crossframe.dtypes import FLOATING, unit_roundoff
 from crossframe.operators import Judged
-from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, RESULT, SIGNIFICANT, roundings_of_sum
+from crossframe.operators.roundings import ARITHMETIC, DRAWS, OTHERS, SIGNIFICANT, bound_of, roundings_of_sum
+from crossframe.operators.trace import worst
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.recorder._float32_precision import roundoff_of_factors
 
@@ -24,13 +25,14 @@ aten = torch.ops.aten
 _NUM_SIGNS = 1 << 19
 
 
-def _packets(names: str) -> frozenset[Any]:
+def packets(names: str) -> frozenset[Any]:
+    """The operators of aten with these names, separated by spaces."""
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-_PRODUCTS = _packets("mm bmm addmm baddbmm mv dot convolution")
-_SUMS = _PRODUCTS | _packets("sum mean cumsum linalg_vector_norm norm var std var_mean std_mean logsumexp")
-_IS_ARITHMETIC = _packets("add sub rsub mul div add_ sub_ mul_ div_ sqrt reciprocal neg square addcmul addcdiv lerp")
+_PRODUCTS = packets("mm bmm addmm baddbmm mv dot convolution")
+_SUMS = _PRODUCTS | packets("sum mean cumsum linalg_vector_norm norm var std var_mean std_mean logsumexp")
+_IS_ARITHMETIC = packets("add sub rsub mul div add_ sub_ mul_ div_ sqrt reciprocal neg square addcmul addcdiv lerp")
 
 
 class Exact:
@@ -46,12 +48,11 @@ class Exact:
 
     def judge(self, result: Any) -> Judged | None:
         """The worst of all results; None if none can be judged."""
-        judged = [each for each in self.judge_each(result) if each is not None]
-        return max(judged, key=lambda each: each.error / each.bound, default=None)
+        return worst(self.judge_each(result))
 
     def judge_each(self, result: Any) -> list[Judged | None]:
         """Each tensor of a result held against what is exact; None for those that are exactly zero, or not floating."""
-        computed = _tensors(result)
+        computed = tensor_leaves(result)
         if len(computed) != len(self._results):
             return [None] * len(computed)
         return [_judged(*each) for each in zip(computed, self._results, self._reaches, strict=True)]
@@ -66,12 +67,11 @@ def _judged(computed: Tensor, exact: Tensor | None, reach: float) -> Judged | No
     size = float(wanted.norm())
     if not size:
         return None
-    info = torch.finfo(computed.dtype)
-    reach += RESULT * unit_roundoff(dtype) * size
-    reach += math.sqrt(wanted.numel()) * info.smallest_normal * info.eps
-    if not torch.equal(torch.isfinite(computed), kept) and float(wanted.abs().max()) < info.max:
-        return Judged(math.inf, reach / size)
-    return Judged(float((computed.detach()[kept].double() - wanted).norm()) / size, reach / size)
+    bound = bound_of(reach, size, dtype, wanted.numel())
+    largest = torch.finfo(computed.dtype).max
+    if not torch.equal(torch.isfinite(computed), kept) and float(wanted.abs().max()) < largest:
+        return Judged(math.inf, bound)
+    return Judged(float((computed.detach()[kept].double() - wanted).norm()) / size, bound)
 
 
 def exact_of(function: Callable, args: tuple, kwargs: dict[str, Any], *, several: bool = False) -> Exact | None:
@@ -80,7 +80,7 @@ def exact_of(function: Callable, args: tuple, kwargs: dict[str, Any], *, several
     Args:
         several: whether it may consist of several operators, and may be random.
     """
-    tensors = _tensors((args, kwargs))
+    tensors = tensor_leaves((args, kwargs))
     if not tensors or any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
         return None
     dtypes = {dtype_name(each.dtype) for each in tensors if each.is_floating_point()}
@@ -117,11 +117,12 @@ def widened(value: Any) -> Any:
 
 def _wide_results(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
     own_args, own_kwargs = tree_map(widened, (args, kwargs))
-    found = _tensors(function(*own_args, **own_kwargs))
+    found = tensor_leaves(function(*own_args, **own_kwargs))
     return [each.detach().double() if each.is_floating_point() else None for each in found]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """All tensors in a pytree."""
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
@@ -160,7 +161,7 @@ class _Perturbed(TorchDispatchMode):
             return func(*args, **kwargs)
         written = {each.name for each in func._schema.arguments if each.alias_info is not None}
         names = [each.name for each in func._schema.arguments]
-        of_inputs, of_results = self._sizes(func, args, _tensors((args, kwargs)))
+        of_inputs, of_results = self._sizes(func, args, tensor_leaves((args, kwargs)))
 
         def moved(name: str, value: Any) -> Any:
             return value if name in written else tree_map(lambda each: self._moved(each, of_inputs), value)

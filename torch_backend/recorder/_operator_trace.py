@@ -13,31 +13,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from crossframe.alignment.module_names import is_in
 from crossframe.operators import Operator, Request, Signature, SourceLine, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
 from crossframe.operators.source import Frame, UserCode
+from crossframe.operators.trace import MOST_OPERATORS
 from crossframe.quoting import quote
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder._compiled_graphs import CompiledGraphs, CompiledOperator
 from torch_backend.recorder._decomposed_operators import interior_of
-from torch_backend.recorder._float64_check import exact_of
+from torch_backend.recorder._float64_check import exact_of, packets, tensor_leaves
 from torch_backend.recorder._module_hooks import Hook, in_backward, quietly
 from torch_backend.recorder._module_tree import named_modules
 
-aten = torch.ops.aten
-
-
-def _packets(names: str) -> frozenset[Any]:
-    return frozenset(getattr(aten, name) for name in names.split())
-
-
-_SAME_VALUES = _packets("""
+_SAME_VALUES = packets("""
     detach alias lift_fresh is_pinned _local_scalar_dense record_stream empty empty_like empty_strided new_empty new_empty_strided
 """)
 """Operators that only pass values on, or give none."""
-_MOST_OPERATORS = 20_000
 _USER_CODE = UserCode("torch")
 
 
@@ -122,7 +116,7 @@ class OperatorTrace(TorchDispatchMode):
 
     def _add_results(self, module: nn.Module, values: Any) -> None:
         if self.active and module in self._names and self._phase() == FORWARD and self._is_within(self._here):
-            for each in _tensors(values):
+            for each in tensor_leaves(values):
                 self.result(each)
 
     def _set_in_optimizer(self, value: bool) -> None:
@@ -137,8 +131,7 @@ class OperatorTrace(TorchDispatchMode):
         return "between" if self._began_backward and not self._inside else FORWARD
 
     def _is_within(self, module: str) -> bool:
-        unit = self._request.unit
-        return not unit or module == unit or module.startswith(f"{unit}.")
+        return is_in(module, self._request.unit)
 
     def _is_asked_for(self, phase: str, module: str) -> bool:
         asked = self._request.phase
@@ -170,7 +163,7 @@ class OperatorTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or len(self._operators) >= _MOST_OPERATORS or not isinstance(func, torch._ops.OpOverload):
+        if not self.active or len(self._operators) >= MOST_OPERATORS or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         phase = self._phase()
         module, line = self._place(phase)
@@ -241,17 +234,13 @@ def _is_repeatable(func: Any) -> bool:
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-
-
 def _rows(func: Any, args: tuple, kwargs: dict) -> list[list[Tensor]]:
     """The tensors that an operator is given. One that goes over lists counts as one operator for each element of the lists."""
     names = [each.name for each in func._schema.arguments]
     given = [value for name, value in [*zip(names, args, strict=False), *kwargs.items()] if not _is_buffer(func, name)]
     lists = [each for each in given if _is_list(each)]
     if not func.__name__.startswith(("_foreach", "_fused")) or len({len(each) for each in lists}) != 1:
-        return [_tensors(given)]
+        return [tensor_leaves(given)]
     others = [each for each in given if isinstance(each, Tensor)]
     return [[*row, *others] for row in zip(*lists, strict=True)]
 
@@ -269,7 +258,7 @@ def _made(func: Any, args: tuple, kwargs: dict, result: Any, num_rows: int) -> l
     if num_rows > 1:
         lists = [each for each in found if _is_list(each) and len(each) == num_rows]
         return [list(row) for row in zip(*lists, strict=True)] if lists else [[] for _ in range(num_rows)]
-    return [list({id(each): each for each in _tensors(found)}.values())]
+    return [list({id(each): each for each in tensor_leaves(found)}.values())]
 
 
 def _local(tensor: Tensor) -> Tensor:
