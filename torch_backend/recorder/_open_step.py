@@ -1,10 +1,20 @@
-"""What is known of a step until it is recorded: losses and batches, and which optimizers have stepped."""
+"""Steps until they are written: losses and batches, and which optimizers have stepped."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from crossframe.errors import UsageError
+from crossframe.recording import RecordingWriter
+from crossframe.recording.batches import batch_of
+from torch_backend.compat._dtypes import to_numpy
+from torch_backend.modules._nested_tensors import tensors_in
+from torch_backend.recorder._context import Context
+from torch_backend.recorder._module_hooks import mask_in
+from torch_backend.recorder._pipeline import Pipeline, StageWriter, replay
 
 
 @dataclass
@@ -71,6 +81,47 @@ class OpenStep:
         """The number of forwards before each backward, and its loss."""
         return list(zip(self._before_backward, self.losses, strict=True))
 
+    def values(
+        self,
+        loss: Any,
+        batch: Any,
+        sample_ids: Sequence[int] | None,
+        pipeline: Pipeline | None,
+        *,
+        has_no_batch: bool,
+    ) -> StepValues:
+        """The loss and batch of the step, where the loop states them or as they were seen. In a pipeline the last stage has the
+        loss, and the first one the batch.
+
+        Args:
+            has_no_batch: whether the step is computed from parameters alone.
+        """
+        has_loss = pipeline is None or pipeline.is_last
+        losses = self._losses(loss, in_pipeline=pipeline is not None) if has_loss else []
+        if pipeline is not None and not pipeline.is_first:
+            return StepValues(losses, [])
+        microbatches, masks = self.microbatches, self.masks
+        if isinstance(batch, str):
+            if sample_ids is None and not microbatches:
+                raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
+            return StepValues(losses, microbatches, (), batch, sample_ids)
+        if batch is not None:
+            microbatches = [list(tensors_in(batch))]
+            masks = [mask_in(batch, microbatches[0])]
+        if not any(microbatches) and not has_no_batch:
+            where = "" if pipeline is None else "on the first stage "
+            raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
+        return StepValues(losses, microbatches, masks, None, sample_ids)
+
+    def _losses(self, loss: Any, *, in_pipeline: bool) -> list[Tensor | float]:
+        if loss is not None:
+            return [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
+        if in_pipeline:  # whose schedule divides the losses on which it calls backward
+            raise UsageError("Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step")
+        if not self.losses:
+            raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
+        return self.losses
+
     def rates(self, *, of_stages: bool) -> list[Tensor | float]:
         """The learning rates of all groups. Optimizers of stages that have the same ones count once, as that of one device."""
         every = list(self._rates.values())
@@ -97,3 +148,54 @@ class OpenStep:
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class PendingSteps:
+    """Steps that have ended and are not written, so that the loop does not wait for values on an accelerator."""
+
+    def __init__(self, pipeline: Pipeline | None, context: Context | None) -> None:
+        self._pipeline, self._context = pipeline, context
+        self._steps: list[StepValues] = []
+        self._num_written = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, values: StepValues) -> None:
+        """Add the step that follows the last one."""
+        self._steps.append(values)
+
+    def write(self, writers: Sequence[RecordingWriter], *, speaks: bool) -> None:
+        """Write all steps.
+
+        Args:
+            writers: of the stages on this rank, or that of the model.
+            speaks: whether this rank sends its stages to the first one (`ModelView.speaks`).
+        """
+        pipeline, context = self._pipeline, self._context
+        for step, values in enumerate(self._steps, self._num_written):
+            loss = sum(float(loss) for loss in values.loss)
+            if context is not None:
+                loss = context.mean(loss)
+            if pipeline is not None and speaks:
+                stages = zip(pipeline.stages, writers, strict=True)
+                calls = {stage: each.taken() for stage, each in stages if isinstance(each, StageWriter)}
+                loss, later = pipeline.gather(loss, calls)
+                if pipeline.is_first:
+                    replay(writers[0], step, later)
+            begins_model = pipeline is None or pipeline.is_first
+            for each in writers[1:] if begins_model else writers:
+                each.end_step(step)
+            if begins_model:
+                self._write(writers[0], step, values, loss)
+        self._num_written += len(self._steps)
+        self._steps = []
+
+    def _write(self, writer: RecordingWriter, step: int, values: StepValues, loss: float) -> None:
+        arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in values.microbatches]
+        if self._context is not None and not values.digest:
+            arrays = self._context.whole_batch(arrays)
+        batch = batch_of(arrays, values.masks, digest=values.digest, sample_ids=values.sample_ids)
+        writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
+        writer.loss(step, loss, [(forwards, float(each)) for forwards, each in values.backwards])
+        writer.end_step(step, [float(rate) for rate in values.rates])

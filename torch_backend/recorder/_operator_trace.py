@@ -38,16 +38,19 @@ _USER_CODE = UserCode("torch")
 class OperatorTrace(TorchDispatchMode):
     """A context in which the operators of one part of a step are noted.
 
-    It is entered before the step; `active` says when the step is on.
+    It is entered before the step.
 
     Args:
         model: whose modules give operators their places.
         request: which part is traced.
+
+    Attributes:
+        active: whether the step is on.
     """
 
     def __init__(self, model: nn.Module, request: Request) -> None:
         super().__init__()
-        self._request = request
+        self.request = request
         places = list(named_modules(model))
         self._names = {place.module: place.name for place in places}
         # A hook inside of a compiled module would cut the graph in two.
@@ -72,7 +75,7 @@ class OperatorTrace(TorchDispatchMode):
         self.active, self._began_backward = active, False
 
     def __enter__(self) -> Self:
-        if self._request.compiled:
+        if self.request.compiled:
             self._stack.enter_context(self._graphs)
         for module in self._watched:
             self._stack.callback(module.register_forward_pre_hook(Hook(self._enters)).remove)
@@ -96,13 +99,13 @@ class OperatorTrace(TorchDispatchMode):
 
     def write(self) -> None:
         """Write the trace into the directory of the request."""
-        self.trace().write(Path(self._request.directory, TRACE_NAME))
+        self.trace().write(Path(self.request.directory, TRACE_NAME))
 
     # Where the run is
 
     def result(self, tensor: Tensor) -> None:
         """A value that the part is for, such as the loss."""
-        if self.active and self._request.phase == FORWARD:
+        if self.active and self.request.phase == FORWARD:
             with quietly():
                 self._results.append(self._signature(tensor))
 
@@ -131,10 +134,10 @@ class OperatorTrace(TorchDispatchMode):
         return "between" if self._began_backward and not self._inside else FORWARD
 
     def _is_within(self, module: str) -> bool:
-        return is_in(module, self._request.unit)
+        return is_in(module, self.request.unit)
 
     def _is_asked_for(self, phase: str, module: str) -> bool:
-        asked = self._request.phase
+        asked = self.request.phase
         if asked in (PARAMETERS, UNSHARDED, FORWARD):
             return phase == FORWARD and self._is_within(module)
         if asked == BACKWARD:
@@ -147,7 +150,7 @@ class OperatorTrace(TorchDispatchMode):
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Whether torch compiles functions in this mode, too: what they compute is then judged by itself."""
-        return self._request.compiled
+        return self.request.compiled
 
     def _judges_graphs(self) -> bool:
         return self.active and not in_backward() and self._is_asked_for(FORWARD, self._here)
@@ -172,9 +175,9 @@ class OperatorTrace(TorchDispatchMode):
         with quietly():
             rows = _rows(func, args, kwargs)
             inputs = [[self._signature(each) for each in row] for row in rows]
-            repeats = self._request.judged and len(rows) == 1 and _is_repeatable(func)
+            repeats = self.request.judged and len(rows) == 1 and _is_repeatable(func)
             exact = exact_of(func, args, kwargs) if repeats else None
-            is_fused = not self._request.in_bits and len(rows) == 1
+            is_fused = not self.request.in_bits and len(rows) == 1
             interior = [self._signature(each) for each in (interior_of(func, args, kwargs) if is_fused else ())]
         result = func(*args, **kwargs)
         with quietly():
@@ -197,7 +200,7 @@ class OperatorTrace(TorchDispatchMode):
             local = local.new_zeros(0, device="cpu", layout=torch.strided)
         # A copy: numpy would make the storage one that FSDP cannot free.
         wide = (local.abs() if local.is_complex() else local).to("cpu", torch.float64, copy=True)
-        return signature_of(wide.numpy(), dtype_name(local.dtype), sketched=not self._request.in_bits)
+        return signature_of(wide.numpy(), dtype_name(local.dtype), sketched=not self.request.in_bits)
 
     def _place(self, phase: str) -> tuple[str, SourceLine | None]:
         """The module and line that run now; in backward those of the forward operator, or of the user's own backward."""

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
 from crossframe.operators import Request
 from crossframe.recording import Manifest, RecordingWriter, SilentWriter
-from crossframe.recording.batches import batch_of
 from crossframe.recording.run_options import RunOptions
-from torch_backend.compat._dtypes import to_numpy
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.ranks._collectives import Communicator, default_process_group
@@ -26,19 +24,19 @@ from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
-from torch_backend.recorder._module_hooks import Sink, Watch, mask_in, quietly
+from torch_backend.recorder._module_hooks import Sink, Watch, quietly
 from torch_backend.recorder._module_tree import without_fabric
-from torch_backend.recorder._open_step import OpenStep, StepValues, params_of
+from torch_backend.recorder._open_step import OpenStep, PendingSteps, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
-from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter, replay
+from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter
 from torch_backend.recorder._tensor_writing import Keeper
 
 if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
     from crossframe.monitoring import Monitor
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
-_MOST_WAITING = 32
+_MOST_PENDING = 32
 
 
 class _Part(Sink):
@@ -196,7 +194,8 @@ class Recorder(Listener):
         self._stated = Arrangement(units, self._pipeline, self._context, tensor_parallel, dict(partition or {}))
         self._models = [without_fabric(each) for each in models]
         self._manifest, self._name = manifest, name
-        self._request, self._trace = Request.from_environment(), None
+        request = Request.from_environment()
+        self._trace = None if request is None else OperatorTrace(self._models[0], request)
         self._options = RunOptions.of(
             directory,
             every=every,
@@ -210,7 +209,7 @@ class Recorder(Listener):
             overwrite=overwrite,
             settings=settings,
             manifest=manifest,
-            trace_directory=None if self._request is None else self._request.directory,
+            trace_directory=None if request is None else request.directory,
         )
         self._perturbed_run = self._options.perturbed_run
         self._forward_only, self._in_parts, self._beside = forward_only, in_parts, dict(beside or {})
@@ -223,14 +222,13 @@ class Recorder(Listener):
                 "Recorder: monitor with forward_only on several ranks, which may call the model at other times; use crossframe "
                 "watch instead"
             )
-        self._monitor = None if self._request is not None or self._perturbed_run else monitor
+        self._monitor = None if request is not None or self._perturbed_run else monitor
         self._are_given = bool(optimizers)
         self._optimizers: list[torch.optim.Optimizer] = optimizers
         self._stack = ExitStack()
         self._parts: list[_Part] = []
         self.current_step = 0
-        self._waiting: list[StepValues] = []
-        self._num_written = 0
+        self._pending = PendingSteps(self._pipeline, self._context)
         self._open = OpenStep()
         self._reads_buffers_late, self._is_unwritten = False, False
 
@@ -247,8 +245,8 @@ class Recorder(Listener):
             self._stack.callback(part.watch.close)
         if not self._forward_only:
             self._stack.enter_context(overheard(self, self._models[0]))
-        if self._request is not None:
-            self._trace = self._stack.enter_context(OperatorTrace(self._models[0], self._request))
+        if self._trace is not None:
+            self._stack.enter_context(self._trace)
         if self._perturbed_run:
             with quietly():
                 for part in self._parts:  # which are looked at again once their inputs are known
@@ -269,12 +267,12 @@ class Recorder(Listener):
             return
         self._is_unwritten = False  # what has changed since the last step may belong to what follows the training
         if kind is None:
-            self._write_waiting()
+            self._write_pending()
             for keeper in self._keepers:  # a forward after the last step, or an update of some parameters alone
                 keeper.writer.leave_step()
         elif self._reads_buffers_late:
             with suppress(Exception):  # of the script, which is raised
-                self._write_waiting()
+                self._write_pending()
         for keeper in self._keepers:
             keeper.writer.__exit__(kind, error, trace)
         if self._monitor is not None:  # of the other ranks, as far as they have come
@@ -311,7 +309,10 @@ class Recorder(Listener):
     def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
             self.write_late()
-            writer, values, step = self._begun(), self._values(loss, batch, sample_ids), self._open
+            writer, step = self._begun(), self._open
+            values = step.values(
+                loss, batch, sample_ids, self._pipeline, has_no_batch=self._parts[0].watch.has_no_batch
+            )
             values.rates = step.rates(of_stages=len(self._parts) > 1)
             takes_turns = step.takes_turns and self._pipeline is None and self._context is None
             if takes_turns:
@@ -332,20 +333,18 @@ class Recorder(Listener):
                 optimizers = step.current(self._optimizers)
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
                     keeper.after_step(self.current_step, optimizers, norm, part.watch, step.loss_scale)
-            self._waiting.append(values)
+            self._pending.add(values)
             self._is_unwritten = records and self._reads_buffers_late
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
-            if self._is_unwritten:
-                pass
-            elif records or judges or len(self._waiting) >= _MOST_WAITING or not self._on_accelerator:
-                self._write_waiting()
+            has_many = len(self._pending) >= _MOST_PENDING or not self._on_accelerator
+            if (records or judges or has_many) and not self._is_unwritten:
+                self._write_pending()
             self.current_step += 1
-            traced = self._request is not None and self.current_step > self._request.step
-            if traced and self._trace is not None and self._trace.active:
-                self._trace.write()
+            if self._trace is not None and self.current_step > self._trace.request.step:
+                if self._trace.active:
+                    self._trace.write()
+                raise SystemExit(0)
             self._begin_step()
-        if traced:
-            raise SystemExit(0)
         if judges:
             self._judge()
 
@@ -367,7 +366,7 @@ class Recorder(Listener):
             if self._open.microbatches:
                 raise UsageError("Recorder.open_window: call it between steps, right after Recorder.step")
             self.write_late()
-            self._write_waiting()
+            self._write_pending()
             for keeper in self._keepers:
                 keeper.writer.open_window(self.current_step + num_steps)
             self._begin_step()
@@ -401,7 +400,7 @@ class Recorder(Listener):
             with quietly():
                 for keeper in self._keepers:
                     keeper.buffers(self.current_step - 1)
-                self._write_waiting()
+                self._write_pending()
 
     # Called by hooks
 
@@ -541,11 +540,11 @@ class Recorder(Listener):
         writer = self._keepers[0].writer
         records = writer.records(self.current_step)
         if records and not self._is_unwritten:
-            self._write_waiting()
+            self._write_pending()
         self._open = OpenStep()
-        if self._trace is not None and self._request is not None:
-            view = self._views[0]
-            asked = view.writes and (self.current_step, view.rank) == (self._request.step, self._request.rank)
+        if self._trace is not None:
+            view, request = self._views[0], self._trace.request
+            asked = view.writes and (self.current_step, view.rank) == (request.step, request.rank)
             self._trace.begin_step(active=asked)
         for part, view in zip(self._parts, self._views, strict=True):
             part.watch.begin_step(view, collects=records, is_dense=writer.is_dense(self.current_step))
@@ -576,62 +575,9 @@ class Recorder(Listener):
     def _on_accelerator(self) -> bool:
         return any(not held.param.is_cpu for view in self._views for held in view.held)
 
-    def _values(self, loss: Any, batch: Any, sample_ids: Sequence[int] | None) -> StepValues:
-        """The loss and batch of a step. In a pipeline the last stage has the loss, and the first one the batch."""
-        pipeline = self._pipeline
-        losses: list[Tensor | float] = []
-        if pipeline is None or pipeline.is_last:
-            # A schedule divides those on which it calls backward.
-            losses = self._open.losses if pipeline is None else []
-            losses = losses if loss is None else [loss.detach().clone() if isinstance(loss, Tensor) else float(loss)]
-            if not losses and pipeline is not None:
-                raise UsageError(
-                    "Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step"
-                )
-            if not losses:
-                raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
-        if pipeline is not None and not pipeline.is_first:
-            return StepValues(losses, [])
-        if isinstance(batch, str):
-            if sample_ids is None and not self._open.microbatches:
-                raise UsageError("Recorder.step: with a digest as batch and no forward, pass sample_ids= too")
-            return StepValues(losses, self._open.microbatches, (), batch, sample_ids)
-        microbatches, masks = self._open.microbatches, self._open.masks
-        if batch is not None:
-            microbatches = [list(tensors_in(batch))]
-            masks = [mask_in(batch, microbatches[0])]
-        if not any(microbatches) and not self._parts[0].watch.has_no_batch:
-            where = "" if pipeline is None else "on the first stage "
-            raise UsageError(f"Recorder.step: no forward with tensors was seen {where}in this step; pass batch=")
-        return StepValues(losses, microbatches, masks, None, sample_ids)
-
-    def _write_waiting(self) -> None:
-        """Write the pending steps whose values are on the accelerator."""
-        writers = [keeper.writer for keeper in self._keepers]
-        writer = writers[0]
-        for step, values in enumerate(self._waiting, self._num_written):
-            loss = sum(float(loss) for loss in values.loss)
-            if self._context is not None:
-                loss = self._context.mean(loss)
-            if self._pipeline is not None and self._views[0].speaks:
-                stages = zip(self._pipeline.stages, writers, strict=True)
-                calls = {stage: each.taken() for stage, each in stages if isinstance(each, StageWriter)}
-                loss, later = self._pipeline.gather(loss, calls)
-                if self._pipeline.is_first:
-                    replay(writer, step, later)
-            for each in writers[1:] if self._pipeline is None or self._pipeline.is_first else writers:
-                each.end_step(step)
-            if self._pipeline is not None and not self._pipeline.is_first:
-                continue
-            arrays = [[to_numpy(tensor) for tensor in tensors] for tensors in values.microbatches]
-            if self._context is not None and not values.digest:
-                arrays = self._context.whole_batch(arrays)
-            batch = batch_of(arrays, values.masks, digest=values.digest, sample_ids=values.sample_ids)
-            writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
-            writer.loss(step, loss, [(forwards, float(each)) for forwards, each in values.backwards])
-            writer.end_step(step, [float(rate) for rate in values.rates])
-        self._num_written += len(self._waiting)
-        self._waiting = []
+    def _write_pending(self) -> None:
+        """Write the steps that have ended."""
+        self._pending.write([keeper.writer for keeper in self._keepers], speaks=self._views[0].speaks)
 
 
 def _warn_of_left_out(views: Iterable[ModelView]) -> None:
