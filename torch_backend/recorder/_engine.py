@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from crossframe.layout import Layout
 from crossframe.strategy import Strategy
-from torch_backend.pieces._piece_tensor import PieceTensor
-from torch_backend.recorder._model_ranks import Axes, ModelRanks
+from torch_backend.recorder._model_ranks import ModelRanks
 from torch_backend.recorder._partition import Partition, Pieces
+from torch_backend.recorder._unit_meshes import Place
 
 Registered = tuple[nn.Module, str]
-Range = tuple[int, int]
+"""A module and an attribute, which yields a parameter."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,8 @@ class Bucket:
     places: Sequence[Sequence[Registered]]
     is_flat: bool = False
     shards: dist.ProcessGroup | None = None
-    ranges: Sequence[Range] | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
     specs: Sequence[Any] = ()
-
-    def stated_range(self, i: int) -> Range | None:
-        """Which elements of a parameter the engine says are here."""
-        return None if self.ranges is None else self.ranges[i]
 
 
 @dataclass(frozen=True)
@@ -52,16 +48,13 @@ class Engine:
 
     Attributes:
         name: in words.
-        replicas, shards: this rank's place, and how many there are.
-        groups: the process groups of the shards and of the replicas, those of one rank left out.
+        place: of this rank among the data-parallel ranks.
         reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
         compute_dtype: None: that of the parameters.
         names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
-        axes: this rank's groups along the axes over which parameters are divided and the batch is not; None: the batch is the
-            same where the place is. Then the place follows from them.
         is_gathered: whether full parameters are gathered to be recorded, since ranks with one batch have parts of them, or since
             units have different meshes or are sharded on other dims than the first.
-        expert_axes: those of `axes` over which experts alone are divided, so that ranks may have other batches.
+        expert_axes: those of the place's axes over which experts alone are divided, so that ranks may have other batches.
         partitions: of parameters that are divided without DTensors, or into pieces.
         left_out: by name why a parameter cannot be recorded.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
@@ -70,40 +63,17 @@ class Engine:
 
     name: str
     strategy: Strategy
-    replicas: tuple[int, int]
-    shards: tuple[int, int]
-    groups: tuple[dist.ProcessGroup, ...]
+    place: Place
     buckets: Sequence[Bucket]
     reads_all_at_once: bool = False
     compute_dtype: str | None = None
     names: Callable[[], dict[str, str]] | None = None
-    axes: Axes | None = None
     is_gathered: bool = False
     expert_axes: frozenset[str] = frozenset()
     partitions: Mapping[str, Partition | Pieces] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     model_ranks: ModelRanks | None = None
     tensor_ranks: ModelRanks | None = None
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """What the optimizer has of each parameter, by name; only the first of a flat parameter."""
-        return {
-            spec.name: param
-            for each in self.buckets
-            for spec, param in zip(each.layout.params, each.params, strict=False)
-        }
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether any parameters lie together in one."""
-        return any(each.is_flat for each in self.buckets) or any(
-            isinstance(param, PieceTensor) for param in self.params.values()
-        )
-
-    def entries_of(self, bucket: Bucket) -> Sequence[str]:
-        """The modules on whose entry a bucket's parameters can be read in full."""
-        return [""] if self.reads_all_at_once else bucket.modules
 
 
 def strategy_of(shard: int, replicate: int, *, keeps: bool) -> Strategy:

@@ -39,8 +39,9 @@ def divided_by(engine: Engine, tensor_parallel: dist.ProcessGroup | None, stated
         return replace(engine, is_gathered=True, left_out=dict.fromkeys(divided.unknown, NO_GROUP))
     if not divided.partitions:
         return engine
-    axes = None if engine.axes is None else axes_by_name(divided.partitions)
-    return replace(engine, is_gathered=True, partitions=divided.partitions, axes=axes)
+    axes = None if engine.place.axes is None else axes_by_name(divided.partitions)
+    place = replace(engine.place, axes=axes)
+    return replace(engine, is_gathered=True, partitions=divided.partitions, place=place)
 
 
 def axes_by_name(partitions: Mapping[str, Partition]) -> Axes:
@@ -54,14 +55,14 @@ def in_known_layouts(engine: Engine) -> Engine:
     since they say themselves where their elements lie. All ranks of the engine's groups call it."""
     found: set[str] = set()
     for bucket in engine.buckets if not engine.is_gathered else ():
-        pieces = {piece.name: piece for piece in bucket.layout.pieces(engine.shards[0])}
+        pieces = {piece.name: piece for piece in bucket.layout.pieces(engine.place.shards[0])}
         for i, (spec, param) in enumerate(zip(*_each(bucket), strict=True)):
             piece = pieces.get(spec.name)
             start, stop = (piece.param_start, piece.param_stop) if piece else (0, 0)
             is_here = bucket.is_flat or local_of(param).numel() == stop - start
-            if not is_here or bucket.stated_range(i) not in (None, (start, stop)):
+            if not is_here or (bucket.ranges is not None and bucket.ranges[i] != (start, stop)):
                 found.add(spec.name)
-    for group in engine.groups if not engine.is_gathered else ():  # ranks must know alike
+    for group in engine.place.groups if not engine.is_gathered else ():  # ranks must know alike
         found = set().union(*Communicator(group).gather_objects(found))
     if not found:
         return engine
@@ -79,7 +80,7 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
     """
     if not dist.is_initialized() or not (engine.is_gathered or pipeline):
         return engine
-    axes = engine.axes
+    place, axes = engine.place, engine.place.axes
     if pipeline is not None:
         every = Communicator(default_process_group()).gather_objects((engine.is_gathered, axes))
         if not any(is_gathered for is_gathered, _ in every):
@@ -92,13 +93,14 @@ def joined_by(engine: Engine, pipeline: Pipeline | None, inputs: Sequence[Tensor
             differ = _have_other_batches(axes, inputs)
             axes = {name: ranks for name, ranks in axes.items() if name not in engine.expert_axes or not differ}
         among = pipeline.replicas if pipeline is not None else default_process_group()
-        place = component(axes.values(), dist.get_process_group_ranks(among))
-        engine = replace(engine, replicas=place, groups=(among,) if among.size() > 1 else ())
+        replicas = component(axes.values(), dist.get_process_group_ranks(among))
+        place = replace(place, replicas=replicas, groups=(among,) if among.size() > 1 else ())
     divided = {**engine.partitions, **pieces}
-    ranks = ModelRanks(engine.replicas[0], engine.shards[0], _params(engine), axes, divided, engine.left_out)
-    groups = (*engine.groups, ranks.group) if ranks.group.size() > 1 else engine.groups
-    together = ranks if len(ranks.ranks) > 1 else None
-    return replace(_of_full(engine, pieces), groups=groups, model_ranks=ranks, tensor_ranks=together)
+    ranks = ModelRanks(place.replicas[0], place.shards[0], _params(engine), axes, divided, engine.left_out)
+    if is_one_of_several := len(ranks.ranks) > 1:
+        place = replace(place, groups=(*place.groups, ranks.group))
+    together = ranks if is_one_of_several else None
+    return replace(_of_full(engine, pieces), place=place, model_ranks=ranks, tensor_ranks=together)
 
 
 def ranks_with_batch(inputs: Sequence[Tensor]) -> Axes:
@@ -132,7 +134,7 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
             if part is not None:
                 shape = part.full_shape() if isinstance(part, Pieces) else part.full_shape(param.shape)
             members.append((replace(spec, shape=shape), param, places))
-        for layout in layouts_by_rows([spec for spec, _, _ in members], engine.shards[1]):
+        for layout in layouts_by_rows([spec for spec, _, _ in members], engine.place.shards[1]):
             own = [member for member in members if member[0] in layout.params]
             params, places = [param for _, param, _ in own], [places for _, _, places in own]
             buckets.append(replace(each, layout=layout, params=params, places=places, is_flat=False, ranges=None))
@@ -173,7 +175,7 @@ def _pieces(engine: Engine) -> dict[str, Pieces]:
     return found
 
 
-def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = None) -> Engine:
+def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None) -> Engine:
     """The engine of ranks that have parts of the same sequences, as that of data-parallel ranks with whole ones; see
     [Note: context ranks].
 
@@ -187,10 +189,10 @@ def of_sequences(engine: Engine, context: Context, pipeline: Pipeline | None = N
     pieces = _pieces(engine) if engine.model_ranks is None else {}
     divided = {**engine.partitions, **pieces}
     model_ranks = ModelRanks(0, index, _params(engine), axes, divided, engine.left_out)
+    groups = (*engine.place.groups, model_ranks.group)
+    place = replace(engine.place, replicas=(0, 1), shards=(index, size), groups=groups)
     return replace(
-        _of_full(replace(engine, shards=(index, size)), pieces),
+        _of_full(replace(engine, place=place), pieces),
         strategy=strategy_of(size, 1, keeps=False),
-        replicas=(0, 1),
-        groups=(*engine.groups, model_ranks.group),
         model_ranks=model_ranks,
     )

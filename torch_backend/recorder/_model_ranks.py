@@ -48,9 +48,9 @@ class ModelRanks:
         replica: int,
         shard: int,
         params: Mapping[str, Tensor],
-        axes: Axes | None = None,
-        partitions: Mapping[str, Partition | Pieces] | None = None,
-        unknown: Container[str] = (),
+        axes: Axes | None,
+        partitions: Mapping[str, Partition | Pieces],
+        unknown: Container[str],
     ) -> None:
         """Find those with this rank's place on the data-parallel mesh and these parameters. All ranks call it.
 
@@ -69,7 +69,7 @@ class ModelRanks:
         self.group, self._ranks = group, Communicator(group)
         self.ranks = self._ranks.ranks
         meshes = {param.device_mesh for param in params.values() if isinstance(param, DTensor)}
-        specs = [each.spec for each in (partitions or {}).values() if isinstance(each, Pieces)]
+        specs = [each.spec for each in partitions.values() if isinstance(each, Pieces)]
         meshes |= {spec.mesh for spec in specs if spec is not None}
         own = axes_of(meshes) if axes is None else axes
         self.axes = {name: ranks for name, ranks in own.items() if {*ranks} <= {*self.ranks}}
@@ -79,7 +79,7 @@ class ModelRanks:
             for name, ranks in of_rank.items():
                 self._firsts.setdefault(name, {})[rank] = ranks[0]
         # By name, since forward reads other tensors than the optimizer has.
-        self._partitions = {name: each for name, part in (partitions or {}).items() if (each := in_forward(part))}
+        self._partitions = {name: each for name, part in partitions.items() if (each := in_forward(part))}
         self._unknown = unknown
         # The dim on which ranks hold parts of an activation, by its shape on the first one; None: they also hold whole ones.
         self._dims: dict[tuple[int, ...], int | None] = {}
@@ -258,7 +258,7 @@ def full(tensor: Tensor, partition: Partition | Pieces | None = None) -> Tensor:
     return whole_of(tensor) if partition is None else partition.full(tensor)
 
 
-def set_full(param: Tensor, values: Tensor, partition: Partition | Pieces | None = None) -> None:
+def set_full(param: Tensor, values: Tensor, partition: Partition | Pieces | None) -> None:
     """Set a parameter, in place, to values that all ranks have in full."""
     if partition is None:
         set_whole(param, values)

@@ -6,7 +6,7 @@ of the core, so that a recording never puts elements where they are not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,15 +21,12 @@ from torch_backend.compat._dtypes import as_real
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
 from torch_backend.recorder._context import Context
-from torch_backend.recorder._engine import Bucket, Engine
+from torch_backend.recorder._engine import Bucket, Engine, Registered
 from torch_backend.recorder._model_parallel import divided_by, in_known_layouts, joined_by, of_sequences
-from torch_backend.recorder._model_ranks import ModelRanks, full, hash_of
+from torch_backend.recorder._model_ranks import full, hash_of
 from torch_backend.recorder._partition import Partition, Pieces, local_of
 from torch_backend.recorder._pipeline import Bits, Pipeline
 from torch_backend.recorder._sharding_libraries import ours, torch_fsdp1, torch_fsdp2, unsharded
-
-Registered = tuple[nn.Module, str]
-"""A module and an attribute, which yields a parameter."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +104,8 @@ class ModelView:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups that join the ranks: of the shards, of the replicas, of the model ranks, and of the stages."""
-        return self.engine.groups if self.pipeline is None else (*self.engine.groups, self.pipeline.group)
-
-    @property
-    def model_ranks(self) -> ModelRanks | None:
-        """The ranks that compute this replica together; None: this rank alone."""
-        return self.engine.model_ranks
+        own = self.engine.place.groups
+        return own if self.pipeline is None else (*own, self.pipeline.group)
 
     @property
     def writes(self) -> bool:
@@ -122,7 +115,8 @@ class ModelView:
     @property
     def speaks(self) -> bool:
         """Whether this rank is the one of its model ranks that writes, or sends to the first stage."""
-        return self.model_ranks is None or self.model_ranks.is_first
+        ranks = self.engine.model_ranks
+        return ranks is None or ranks.is_first
 
     def bits(self) -> dict[str, Bits]:
         """Of each parameter that its bits could tell from others."""
@@ -183,14 +177,14 @@ class Arrangement:
         partition: by name or pattern the divided dim of such parameters, if they have no attributes of Megatron-LM.
     """
 
-    units: Any = None
-    pipeline: Pipeline | None = None
-    context: Context | None = None
-    tensor_parallel: dist.ProcessGroup | None = None
-    partition: Mapping[str, int] = field(default_factory=dict)
+    units: Any
+    pipeline: Pipeline | None
+    context: Context | None
+    tensor_parallel: dist.ProcessGroup | None
+    partition: Mapping[str, int]
 
 
-def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Sequence[Tensor] = ()) -> ModelView:
+def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[Tensor] = ()) -> ModelView:
     """Look at a model while its shards are registered: outside of forward and backward.
 
     Args:
@@ -201,35 +195,10 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int = 0, inputs: Seque
         UsageError: no parameters, units given for a sharded model.
     """
     places = list(module_tree.named_modules(model))
-    if units_in(model):
-        engine = ours(model)
-    elif found := [place for place in places if module_tree.is_torch_fsdp1(place.module)]:
-        engine = torch_fsdp1(found)
-    elif found := [place for place in places if module_tree.is_torch_fsdp2(place.module)]:
-        engine = torch_fsdp2(model, found)
-    else:
-        replicas = None if stated.pipeline is None else stated.pipeline.replicas
-        names = module_tree.choose_units(model, stated.units)
-        engine = unsharded(model, names, replicas, stated.tensor_parallel, stated.partition, inputs)
-        return _view(model, places, engine, stated, stage, inputs)
-    if stated.units is not None:
-        raise UsageError("units: a sharded model has its own units; leave the argument out")
-    engine = divided_by(engine, stated.tensor_parallel, stated.partition)
-    return _view(model, places, engine, stated, stage, inputs)
-
-
-def _view(
-    model: nn.Module,
-    places: Sequence[module_tree.NamedModule],
-    engine: Engine,
-    stated: Arrangement,
-    stage: int,
-    inputs: Sequence[Tensor],
-) -> ModelView:
-    engine = joined_by(in_known_layouts(engine), stated.pipeline, inputs)
+    engine = joined_by(in_known_layouts(_engine_of(model, places, stated, inputs)), stated.pipeline, inputs)
     if stated.context is not None:
         engine = of_sequences(engine, stated.context, stated.pipeline)
-    (replica, num_replicas), (shard, num_shards) = engine.replicas, engine.shards
+    (replica, num_replicas), (shard, num_shards) = engine.place.replicas, engine.place.shards
     if not engine.buckets:
         why = "the model has no parameters of a floating dtype"
         if engine.left_out:
@@ -243,7 +212,7 @@ def _view(
     }
     # Of a wrapper and what it wraps, which have one name, the latter; of a compiled model what is around it.
     by_name = {place.name: place.module for place in places if not place.compiled}
-    units = {bucket.unit: engine.entries_of(bucket) for bucket in engine.buckets}
+    units = {bucket.unit: [""] if engine.reads_all_at_once else bucket.modules for bucket in engine.buckets}
     entries: dict[nn.Module, tuple[str, ...]] = {}
     # What is gathered inside of a compiled module cannot be read.
     hidden = set() if engine.reads_all_at_once else {place.name for place in places if place.compiled}
@@ -278,6 +247,25 @@ def _view(
         stated.context,
         stage,
     )
+
+
+def _engine_of(
+    model: nn.Module, places: Sequence[module_tree.NamedModule], stated: Arrangement, inputs: Sequence[Tensor]
+) -> Engine:
+    """What shards a model, without regard to pipelines and contexts."""
+    if units_in(model):
+        engine = ours(model)
+    elif found := [place for place in places if module_tree.is_torch_fsdp1(place.module)]:
+        engine = torch_fsdp1(found)
+    elif found := [place for place in places if module_tree.is_torch_fsdp2(place.module)]:
+        engine = torch_fsdp2(model, found)
+    else:
+        replicas = None if stated.pipeline is None else stated.pipeline.replicas
+        names = module_tree.choose_units(model, stated.units)
+        return unsharded(model, names, replicas, stated.tensor_parallel, stated.partition, inputs)
+    if stated.units is not None:
+        raise UsageError("units: a sharded model has its own units; leave the argument out")
+    return divided_by(engine, stated.tensor_parallel, stated.partition)
 
 
 def _held(bucket: Bucket, shard: int, *, gathered: bool) -> Iterator[Held]:

@@ -28,9 +28,7 @@ class ModelsTogether(nn.Module):
                 self._parameters[name] = member  # type: ignore[assignment]  # which is a leaf, and need be no nn.Parameter
 
 
-def models_together(
-    part: nn.Module | None, wanted: Mapping[int, Tensor], callers: Set[int] = frozenset()
-) -> nn.Module | None:
+def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], callers: Set[int]) -> nn.Module | None:
     """One model of the modules that have the parameters of all optimizers and no other trained ones, and of the tensors among
     these that no module has. Of such tensors alone, the model has the module that is being called too.
 

@@ -159,7 +159,7 @@ class Watch:
         microbatches: how many forwards the step has seen.
     """
 
-    def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool = False, in_parts: bool = False) -> None:
+    def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool, in_parts: bool) -> None:
         self._sink, self._every_call = sink, every_call
         self._view: ModelView | None = None
         self._inside, self._trains_in = False, True
@@ -316,7 +316,7 @@ class Watch:
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _is_plain(tensor) or (
-            isinstance(tensor, DTensor) and self._view is not None and self._view.model_ranks is not None
+            isinstance(tensor, DTensor) and self._view is not None and self._view.engine.model_ranks is not None
         )
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -339,7 +339,7 @@ class Watch:
         assert self._view is not None
         if self._view.engine.names is not None:
             return
-        ranks = self._view.model_ranks
+        ranks = self._view.engine.model_ranks
         for _, name, value in self._entered(module):
             if ranks is not None and isinstance(value, DTensor) and not ranks.has_all_of(value.device_mesh):
                 self._of_other_batches.add(name)

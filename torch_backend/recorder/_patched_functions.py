@@ -47,7 +47,7 @@ class Listener:
 
 
 @contextmanager
-def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[None]:
+def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
     """A context in which the listener is called.
 
     Args:
@@ -67,7 +67,7 @@ def overheard(listener: Listener, model: nn.Module | None = None) -> Iterator[No
                 stack.enter_context(replacing(cls, "scale", _scale(cls.scale)))
         for module, name in _CLIPS:
             stack.enter_context(replacing(module, name, _clip_with_norm(getattr(module, name), listener)))
-        if model is not None and callable(own := getattr(model, "clip_grad_norm_", None)):
+        if callable(own := getattr(model, "clip_grad_norm_", None)):
             model.__dict__["clip_grad_norm_"] = _clip_of_model(own, listener)
             stack.callback(model.__dict__.pop, "clip_grad_norm_")
         yield

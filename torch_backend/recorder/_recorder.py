@@ -549,7 +549,7 @@ class Recorder(Listener):
         for part, view in zip(self._parts, self._views, strict=True):
             part.watch.begin_step(view, collects=records, is_dense=writer.is_dense(self.current_step))
 
-    def _keep_grads(self, params: Sequence[Tensor] | None = None, scale: Tensor | None = None) -> None:
+    def _keep_grads(self, params: Sequence[Tensor] | None, scale: Tensor | None = None) -> None:
         """Keep the reduced gradients, if they are recorded: those of all parameters, and where they are kept, those of parameters
         with another gradient since, as of a discriminator that is updated after its generator.
 

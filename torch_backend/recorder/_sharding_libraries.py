@@ -1,7 +1,8 @@
 """Reads units and parameters from each library that can shard a model: this package, torch's FSDP1 and FSDP2, DDP."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def ours(model: nn.Module) -> Engine:
             is_on_rows &= not any(getattr(each.layout, "dims", None) or ())
     if is_divided:  # such as routers that no unit manages, next to experts that are DTensors
         managed = {id(param) for each in buckets for param in each.params}
-        others = {name: each for name, each in _registrations(model).items() if id(each[0]) not in managed}
+        others = {name: each for name, each in _registrations(model).items() if id(each.param) not in managed}
         buckets += _buckets(others, [tuple(unit.paths) for unit in named])
     first = named[meshes.index(mesh := largest(meshes))].unit
     are_alike = all(each == mesh for each in meshes)
@@ -70,13 +71,10 @@ def ours(model: nn.Module) -> Engine:
             *(first.mesh.spec.shard, first.mesh.spec.replicate),
             keeps=not named[-1].unit.step.settings.reshard_after_forward,
         ),
-        place.replicas,
-        place.shards,
-        place.groups,
+        place,
         buckets,
         compute_dtype=name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None,
         names=names,
-        axes=place.axes,
         is_gathered=is_divided or not are_alike or not is_on_rows,
     )
 
@@ -95,12 +93,9 @@ def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
     return Engine(
         "torch FSDP1",
         Strategy(root.sharding_strategy.name.lower().lstrip("_")),
-        place.replicas,
-        place.shards,
-        place.groups,
+        place,
         buckets,
         compute_dtype=name_or_none(compute),
-        axes=place.axes,
         is_gathered=is_divided or any(each != meshes[0] for each in meshes),
     )
 
@@ -152,7 +147,8 @@ def _flat_bucket(name: str, handle: Any, shards: dist.ProcessGroup | None) -> Bu
 
 def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> Engine:
     """torch's fully_shard: each parameter is a DTensor, and belongs to the unit of the nearest module that was sharded."""
-    params = {name: each for name, each in _registrations(model).items() if isinstance(each[0], DTensor)}
+    every = _registrations(model)
+    params = {name: each for name, each in every.items() if isinstance(each.param, DTensor)}
     # Modules that were sharded together have one state.
     states: dict[int, tuple[Any, list[str]]] = {}
     for place in found:
@@ -167,30 +163,15 @@ def torch_fsdp2(model: nn.Module, found: Sequence[module_tree.NamedModule]) -> E
     compute_dtype = name_or_none(policies[0].param_dtype) if policies else None
     # Under tensor parallelism a DTensor has further axes. Experts may be sharded over fewer ranks than other parameters, between
     # those that have other experts.
-    is_divided = any(param.device_mesh not in meshes for param, _, _ in params.values())
+    is_divided = any(each.param.device_mesh not in meshes for each in params.values())
     place = Place.of([*meshes.values()], is_divided=is_divided)
     mesh = largest([*meshes.values()])
     strategy = strategy_of(place_in(mesh.shards)[1], place_in(mesh.replicas)[1], keeps=False)
-    if is_divided or len(meshes) > 1 or any(_dim(param) for param, _, _ in params.values()):
-        every = _registrations(model)
-        return _gathered(
-            *("torch FSDP2", every if is_divided else {name: each for name, each in every.items() if name in params}),
-            *(units, place, strategy, compute_dtype),
-        )
-    buckets = []
-    for (modules, dtype), members in _by_unit(params, units).items():
-        layout = PerParamLayout(_specs(params, members, dtype), place.shards[1])
-        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
-        buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
-    return Engine(
-        "torch FSDP2",
-        strategy,
-        place.replicas,
-        place.shards,
-        place.groups,
-        buckets,
-        compute_dtype=compute_dtype,
-    )
+    if is_divided or len(meshes) > 1 or any(_dim(each.param) for each in params.values()):
+        buckets = _buckets(every if is_divided else params, units)
+        return Engine("torch FSDP2", strategy, place, buckets, compute_dtype=compute_dtype, is_gathered=True)
+    buckets = _buckets(params, units, place.shards[1])
+    return Engine("torch FSDP2", strategy, place, buckets, compute_dtype=compute_dtype)
 
 
 def _mesh_of_info(mesh: Any, info: Any) -> "MeshGroups":
@@ -198,42 +179,13 @@ def _mesh_of_info(mesh: Any, info: Any) -> "MeshGroups":
     return MeshGroups(*(None if axis is None else mesh.get_group(axis) for axis in axes))
 
 
-def _gathered(
-    name: str,
-    params: dict[str, Any],
-    units: Sequence[tuple[str, ...]],
-    place: Place,
-    strategy: Strategy,
-    compute_dtype: str | None,
-    **options: Any,
-) -> Engine:
-    """An engine whose parameters are gathered to be recorded; see [Note: model ranks].
-
-    Args:
-        units: of each unit but the root the names of its modules.
-        options: of `Engine`.
-    """
-    given: dict[str, Any] = {"axes": place.axes} | options
-    return Engine(
-        name,
-        strategy,
-        place.replicas,
-        place.shards,
-        place.groups,
-        _buckets(params, units),
-        compute_dtype=compute_dtype,
-        is_gathered=True,
-        **given,
-    )
-
-
 def unsharded(
     model: nn.Module,
     unit_names: set[str],
-    replicas: dist.ProcessGroup | None = None,
-    tensor_parallel: dist.ProcessGroup | None = None,
-    partition: Mapping[str, int] | None = None,
-    inputs: Sequence[Tensor] = (),
+    replicas: dist.ProcessGroup | None,
+    tensor_parallel: dist.ProcessGroup | None,
+    partition: Mapping[str, int],
+    inputs: Sequence[Tensor],
 ) -> Engine:
     """No FSDP: DistributedDataParallel, or the user averages gradients, or tensor parallelism alone, or there is one rank.
 
@@ -244,56 +196,50 @@ def unsharded(
             the same inputs compute one replica.
     """
     params = _registrations(model)
-    units = [(name,) for name in unit_names]
-    if any(isinstance(param, DTensor) for param, _, _ in params.values()):
-        return _tensor_parallel(model, params, units)
-    group = getattr(model, "process_group", None) if module_tree.is_ddp(model) else None
-    own = {name: each for name, (each, _, _) in params.items()}
+    buckets = _buckets(params, [(name,) for name in unit_names])
+    if any(isinstance(each.param, DTensor) for each in params.values()):
+        return _tensor_parallel(params, buckets)
+    is_ddp = module_tree.is_ddp(model)
+    group = getattr(model, "process_group", None) if is_ddp else None
+    own = {name: each.param for name, each in params.items()}
     if parts := parts_of_dtensors(own):
-        return _gathered(
-            *(
-                "torch DDP",
-                params,
-                units,
-                Place.of([MeshGroups(None, group)], is_divided=True),
-                Strategy.NO_SHARD,
-                None,
-            ),
-            reads_all_at_once=True,
-            partitions=parts,
-        )
-    num_dims = {name: each.ndim for name, each in own.items()}
-    divided = partitions_of(own, num_dims, tensor_parallel, partition or {})
-    if divided.partitions or divided.unknown:
-        axes = axes_by_name(divided.partitions) if divided.partitions else ranks_with_batch(inputs)
         place = Place.of([MeshGroups(None, group)], is_divided=True)
-        return _gathered(
-            *("tensor parallelism", params, units, place, Strategy.NO_SHARD, None),
-            reads_all_at_once=True,
-            axes=None if group is not None else axes,
-            partitions=divided.partitions,
-            left_out=dict.fromkeys(divided.unknown, NO_GROUP),
-        )
+        return _gathered("torch DDP", place, buckets, partitions=parts)
+    divided = partitions_of(own, {name: each.ndim for name, each in own.items()}, tensor_parallel, partition)
+    if divided.partitions or divided.unknown:
+        place = Place.of([MeshGroups(None, group)], is_divided=True)
+        if group is None:
+            axes = axes_by_name(divided.partitions) if divided.partitions else ranks_with_batch(inputs)
+            place = replace(place, axes=axes)
+        left_out = dict.fromkeys(divided.unknown, NO_GROUP)
+        return _gathered("tensor parallelism", place, buckets, partitions=divided.partitions, left_out=left_out)
     if group is None and dist.is_initialized():
         group = replicas or dist.group.WORLD
     alone = group is None or group.size() == 1
     return Engine(
-        "torch DDP" if module_tree.is_ddp(model) else "one device" if alone else "replicas",
+        "torch DDP" if is_ddp else "one device" if alone else "replicas",
         Strategy.NO_SHARD,
-        place_in(group),
-        (0, 1),
-        () if alone else (group,),  # type: ignore[arg-type]
-        _buckets(params, units),
+        Place(place_in(group), (0, 1), () if alone else (group,)),  # type: ignore[arg-type]
+        buckets,
         reads_all_at_once=True,
     )
 
 
-def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> Engine:
+def _gathered(name: str, place: Place, buckets: Sequence[Bucket], **options: Any) -> Engine:
+    """The engine of a model without FSDP whose parameters are gathered to be recorded; see [Note: model ranks].
+
+    Args:
+        options: of `Engine`.
+    """
+    return Engine(name, Strategy.NO_SHARD, place, buckets, reads_all_at_once=True, is_gathered=True, **options)
+
+
+def _tensor_parallel(params: "Registrations", buckets: Sequence[Bucket]) -> Engine:
     """Tensor parallelism alone. Ranks along axes over which no parameter is sharded are replicas."""
+    dtensors = [each.param for each in params.values() if isinstance(each.param, DTensor)]
     sharded = [
         (param, param.device_mesh, axis)
-        for param, _, _ in params.values()
-        if isinstance(param, DTensor)
+        for param in dtensors
         for axis, placement in enumerate(param.placements)
         if not isinstance(placement, Replicate)
     ]
@@ -302,33 +248,46 @@ def _tensor_parallel(model: nn.Module, params: dict[str, Any], units: Sequence[t
     meshes = {mesh for _, mesh, _ in sharded}
     axes = axes_of(meshes, lambda mesh, axis: (mesh, axis) in divided)
     of_others = axes_of(meshes, lambda mesh, axis: (mesh, axis) in others)
-    return _gathered(
-        *("tensor parallelism", params, units, Place((0, 1), (0, 1), ()), Strategy.NO_SHARD, None),
-        reads_all_at_once=True,
-        axes=axes,
-        expert_axes=frozenset(axes.keys() - of_others.keys()),
-    )
+    place = Place((0, 1), (0, 1), (), axes)
+    return _gathered("tensor parallelism", place, buckets, expert_axes=frozenset(axes.keys() - of_others.keys()))
 
 
-def _registrations(model: nn.Module) -> dict[str, tuple[Any, list[Registered], list[str]]]:
-    """Every parameter of a floating or complex dtype by its first name: itself, where it is registered, its other names."""
+class Registration(NamedTuple):
+    """A parameter.
+
+    Attributes:
+        places: where it is registered.
+        aliases: its other names.
+    """
+
+    param: Any
+    places: list[Registered]
+    aliases: list[str]
+
+
+Registrations = Mapping[str, Registration]
+"""Parameters by their first names."""
+
+
+def _registrations(model: nn.Module) -> dict[str, Registration]:
+    """Every parameter of a floating or complex dtype by its first name."""
     by_param: dict[int, str] = {}
-    found: dict[str, tuple[Any, list[Registered], list[str]]] = {}
+    found: dict[str, Registration] = {}
     for place in module_tree.named_modules(model, every_name=True):
         for attribute, param in place.module._parameters.items():
             if param is None or dtype_name(param.dtype.to_real()) not in FLOATING:
                 continue
             name = f"{place.name}.{attribute}" if place.name else attribute
             first = by_param.setdefault(id(param), name)
-            _, places, aliases = found.setdefault(first, (param, [], []))
-            if (place.module, attribute) not in places:
-                places.append((place.module, attribute))
-            if name != first and name not in aliases:
-                aliases.append(name)
+            own = found.setdefault(first, Registration(param, [], []))
+            if (place.module, attribute) not in own.places:
+                own.places.append((place.module, attribute))
+            if name != first and name not in own.aliases:
+                own.aliases.append(name)
     return found
 
 
-def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[tuple[tuple[str, ...], str], list[str]]:
+def _by_unit(params: Registrations, units: Sequence[tuple[str, ...]]) -> dict[tuple[tuple[str, ...], str], list[str]]:
     """Names of parameters by unit and dtype, the root first and the others in the order of the tree.
 
     Args:
@@ -337,32 +296,31 @@ def _by_unit(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> dict[t
     of_module = {"": ("",)} | {name: modules for modules in units for name in modules}
     known = frozenset(of_module)
     found: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for name, (param, _, _) in params.items():
+    for name, each in params.items():
         unit = of_module[enclosing_unit(name.rpartition(".")[0], known)]
-        found.setdefault((unit, dtype_name(param.dtype.to_real())), []).append(name)
+        found.setdefault((unit, dtype_name(each.param.dtype.to_real())), []).append(name)
     return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
 
 
-def _buckets(params: dict[str, Any], units: Sequence[tuple[str, ...]]) -> list[Bucket]:
+def _buckets(params: Registrations, units: Sequence[tuple[str, ...]], shards: int | None = None) -> list[Bucket]:
     """Buckets of parameters that lie one by one.
 
     Args:
         units: of each unit but the root the names of its modules.
+        shards: the number of ranks over which each parameter is sharded by rows; None: it is whole.
     """
     buckets = []
-    for (modules, dtype), members in _by_unit(params, units).items():
-        layout = FlatLayout(_specs(params, members, dtype), 1, keep_original=True)
-        held, places = [params[n][0] for n in members], [params[n][1] for n in members]
+    for (modules, dtype), names in _by_unit(params, units).items():
+        members = [params[name] for name in names]
+        specs = tuple(
+            # Complex numbers are pairs of real ones (`as_real`).
+            ParamSpec(name, real_shape(each.param), dtype, tuple(each.aliases), each.param.requires_grad)
+            for name, each in zip(names, members, strict=True)
+        )
+        layout = FlatLayout(specs, 1, keep_original=True) if shards is None else PerParamLayout(specs, shards)
+        held, places = [each.param for each in members], [each.places for each in members]
         buckets.append(Bucket(", ".join(modules), modules, layout, held, places))
     return buckets
-
-
-def _specs(params: dict[str, Any], names: Sequence[str], dtype: str) -> tuple[ParamSpec, ...]:
-    """The specs of parameters; complex numbers are pairs of real ones (`as_real`)."""
-    return tuple(
-        ParamSpec(name, real_shape(param), dtype, tuple(aliases), param.requires_grad)
-        for name, (param, _, aliases) in ((name, params[name]) for name in names)
-    )
 
 
 def _dim(param: DTensor) -> int:

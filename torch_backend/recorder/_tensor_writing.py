@@ -79,7 +79,7 @@ class Keeper:
             for inner, tensor in named_buffers(module, without=self._model.modules(), params=True):
                 yield f"{name}.{inner}", tensor
 
-    def keep_grads(self, step: int, scale: float = 1.0, only: Set[int] | None = None) -> bool:
+    def keep_grads(self, step: int, scale: float, only: Set[int] | None) -> bool:
         """Keep the current gradients for `reduced_grads`. Returns False if there are none.
 
         Args:
@@ -147,7 +147,7 @@ class Keeper:
         optimizers: Sequence[torch.optim.Optimizer],
         norm: Tensor | float | None,
         watch: Watch,
-        loss_scale: float = 1.0,
+        loss_scale: float,
     ) -> None:
         """Record parameters, optimizer state and local gradients at the end of a step.
 
@@ -187,7 +187,7 @@ class Keeper:
 
     def _of_replica(self, grads: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Local gradients by unit; none if model ranks have other ones, which the loop may add up before the optimizer steps."""
-        if (ranks := self._view.model_ranks) is None:
+        if (ranks := self._view.engine.model_ranks) is None:
             return grads
         whole = {unit: {name: self._full(name, grad) for name, grad in own.items()} for unit, own in grads.items()}
         return whole if ranks.same({name: grad for own in whole.values() for name, grad in own.items()}) else {}
@@ -225,7 +225,7 @@ class Keeper:
         Args:
             tensors: by phase, or after a step by the entry of the optimizer state, "" the parameter.
         """
-        if (ranks := self._view.model_ranks) is None:
+        if (ranks := self._view.engine.model_ranks) is None:
             return
         for key, others in ranks.disagreements(tensors).items():
             phase, use = (key, "") if key in TENSOR_USES else (STATE if key else UPDATE, key)

@@ -43,7 +43,14 @@ def largest(meshes: Sequence[MeshGroups]) -> MeshGroups:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this rank among the data-parallel ranks, as an `Engine` has it."""
+    """The place of this rank among the data-parallel ranks.
+
+    Attributes:
+        replicas, shards: (the index of this rank, how many there are).
+        groups: the process groups of the shards and of the replicas, those of one rank left out.
+        axes: this rank's groups along the axes over which parameters are divided and the batch is not; None: the batch is the
+            same where the place is. Then the place follows from them.
+    """
 
     replicas: tuple[int, int]
     shards: tuple[int, int]
