@@ -45,7 +45,7 @@ def is_module(value: Any) -> bool:
     return any(library is not None and isinstance(value, library.Module) for library in libraries)
 
 
-def describe_modules(model: Any, param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, str]:
+def describe_modules(model: Any, param_map: ParamMap, units: Iterable[str]) -> dict[str, str]:
     """Class and options of a model's modules by canonical name, and by path where no name is known; "(root)" is the model.
 
     Args:

@@ -1,12 +1,16 @@
 """A loss function that also returns its interior: the parameters that each rank's forward saw, and what its modules computed."""
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jax_backend.activations import Activations, listening
 from jax_backend.engine._loss_function import LossFunction, LossOutput
+from jax_backend.engine._value_and_grad import Result, step_of
 from jax_backend.tree import leaves_by_path
 
 
@@ -36,3 +40,24 @@ class ObservedLoss(LossFunction):
         return outcome._replace(
             aux=(outcome.aux, Interior(full, Activations(tuple(reported.values()), tuple(reported))))
         )
+
+
+def programs_of(
+    loss_fn: Callable, mesh: Mesh, options: Mapping[str, Any]
+) -> tuple[Callable[..., Result], Callable[..., Result]]:
+    """The steps of a loss function that record nothing and its interior."""
+    key = loss_fn, mesh, tuple(options.items())
+    try:
+        hash(key)
+    except TypeError:  # a module of equinox, for example
+        return _compiled.__wrapped__(*key)
+    return _compiled(*key)
+
+
+# Recorders that follow each other, as those of perturbed runs, share the programs of a loss function.
+@functools.lru_cache(maxsize=8)
+def _compiled(loss_fn: Callable, mesh: Mesh, options: tuple) -> tuple[Callable, Callable]:
+    given = dict(options)
+    plain = step_of(LossFunction(loss_fn), mesh, **given)
+    given["local_grads"] = given.get("reduces", True)
+    return plain, step_of(ObservedLoss(loss_fn), mesh, **given)

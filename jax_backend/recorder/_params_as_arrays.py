@@ -1,7 +1,7 @@
 """Cuts parameters in a pytree of arrays, sharded by the script or not, into the pieces of each rank."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -39,9 +39,9 @@ class ArrayPieces:
     def __init__(
         self,
         params: Any,
-        mesh: Mesh | None = None,
-        param_map: ParamMap | None = None,
-        units: Iterable[str] | None = None,
+        mesh: Mesh | None,
+        param_map: ParamMap | None,
+        units: Iterable[str] | None,
     ) -> None:
         leaves = leaves_by_path(params)
         wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not is_floating(leaf)}
@@ -82,11 +82,11 @@ class ArrayPieces:
 
     def state(self, state: Any) -> tuple[dict[str, dict[int, Pieces]], dict[str, float]]:
         """(each rank's pieces of each optimizer state entry, the number of steps of each parameter)."""
-        found = state_by_path(
+        slots, counts = state_by_path(
             state, lambda path, leaf: leaf if np.shape(leaf) == self._shapes[path] else None, self._shapes
         )
-        slots = {slot: self._pieces(leaves) for slot, leaves in found.slots.items()}
-        return slots, {e.name: count for path, count in found.counts.items() for e in self.param_map.of_path[path]}
+        by_name = {each.name: count for path, count in counts.items() for each in self.param_map.of_path[path]}
+        return {slot: self._pieces(leaves) for slot, leaves in slots.items()}, by_name
 
     def moved(self, params: Any, perturbed_run: int) -> Any:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), on the same devices."""
@@ -138,23 +138,21 @@ def add_pieces(
                 found[rank].setdefault(unit, {})[piece.name] = (start, stop, copies[piece.name][rank][start:stop])
 
 
-class StateByPath:
-    """Optimizer state entries of leaves, by name and path, and the number of steps by path."""
+def state_by_path(
+    state: Any, take: Callable[[str, Any], Any], paths: Iterable[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """(the optimizer state entries of parameters, by name and path, the number of steps by path) in a state of optax.
 
-    def __init__(self) -> None:
-        self.slots: dict[str, dict[str, Any]] = {}
-        self.counts: dict[str, float] = {}
-
-
-def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
-    """Find, in a state of optax, what is of a parameter: a leaf whose path ends with the parameter's. The states of several
-    models are a dict by the first parts of their parameters' paths.
+    An entry of a parameter is a leaf whose path ends with the parameter's. The states of several models are a dict by the first
+    parts of their parameters' paths.
 
     Args:
-        take: (path of the parameter, leaf) to its values, or None if it is none of it.
+        take: (path of the parameter, leaf) to its values; None if the leaf does not belong to the parameter.
         paths: of the parameters.
     """
-    found, names, counts, known = StateByPath(), fields_in_torch(state), counts_of(state), set(paths)
+    names, counts, known = fields_in_torch(state), counts_of(state), set(paths)
+    slots: dict[str, dict[str, Any]] = {}
+    stepped: dict[str, float] = {}
     for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         # A count has the path and the shape of a parameter that is a bare scalar.
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -167,13 +165,13 @@ def state_by_path(state: Any, take: Any, paths: Iterable[str]) -> StateByPath:
                 continue
             field = jax.tree_util.keystr(before)
             slot = names.get(field, slot_name(path_name(inner)))
-            if path in found.slots.get(slot, {}):  # kept twice: the paths of both tell them apart
+            if path in slots.get(slot, {}):  # kept twice: the paths of both tell them apart
                 slot = slot_name(path_name(inner))
-            found.slots.setdefault(slot, {})[path] = values
+            slots.setdefault(slot, {})[path] = values
             if (count := counts.get(field)) is not None:
-                found.counts[path] = count
+                stepped[path] = count
             break
-    return found
+    return slots, stepped
 
 
 def slot_name(name: str) -> str:

@@ -76,8 +76,8 @@ class ShardPieces:
                 if field in counts:
                     stepped |= {spec.name: counts[field] for name in kept.shards for spec in self._specs(name)}
         leaves = self.tree.trained_leaves
-        by_path = state_by_path(state, self._cut, leaves)
-        for slot, kept in by_path.slots.items():
+        by_path, counted = state_by_path(state, self._cut, leaves)
+        for slot, kept in by_path.items():
             found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
             for bucket, i in dict.fromkeys(leaves.values()):
                 name = bucket.layout.params[i].name
@@ -89,7 +89,7 @@ class ShardPieces:
                     }
                     self._add_whole(found, bucket, name, of_rank)
             slots[slot] = found
-        for path, count in by_path.counts.items():
+        for path, count in counted.items():
             bucket, i = leaves[path]
             stepped |= dict.fromkeys(_names(bucket, bucket.layout.params[i].name), count)
         return slots, stepped

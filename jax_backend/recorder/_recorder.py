@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,8 +26,7 @@ from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
 from jax_backend.activations import Activations, listening
-from jax_backend.engine._loss_function import LossFunction
-from jax_backend.engine._value_and_grad import Result, step_of
+from jax_backend.engine._value_and_grad import Result
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
@@ -37,7 +36,7 @@ from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of
 from jax_backend.recorder._model_state import ByRank, state_by_rank
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
-from jax_backend.recorder._observed_loss import Interior, ObservedLoss
+from jax_backend.recorder._observed_loss import Interior, programs_of
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._params_as_arrays import ArrayPieces
 from jax_backend.recorder._params_as_shards import ShardPieces
@@ -50,23 +49,9 @@ if TYPE_CHECKING:  # judging imports more than recording does, and most runs are
     from crossframe.monitoring import Monitor
 
 # Steps whose losses stay on the device, so that the loop does not wait for them.
-_MOST_WAITING = 2
+_MOST_PENDING = 2
 MORE = ("grads", "grad_norm", "learning_rate", "model_state")
 """The keys of the dict that a wrapped step may return."""
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A step without recorded tensors, before it is written."""
-
-    step: int
-    batches: Mapping[int, Batch]
-    loss: Any
-    grad_norm: Any
-    events: Sequence[Event]
-    rates: Sequence[Any] = ()
-    turns: Mapping[str, int] = field(default_factory=dict)
-    backwards: Sequence[tuple[int, Any]] = ()
 
 
 class Recorder:
@@ -228,7 +213,7 @@ class Recorder:
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
         self._initial_state = self._state_by_rank(model_state)
         self._step, self._closed = 0, False
-        self._waiting: list[_Waiting] = []
+        self._pending: list[tuple[int, StepData]] = []
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -261,7 +246,7 @@ class Recorder:
             return
         try:
             if kind is None:
-                self._write_waiting(0)
+                self._write_pending(0)
         finally:
             self._writers.__exit__(kind, error, trace)
         if self._monitor is not None:  # of the other processes, as far as they have come
@@ -314,7 +299,7 @@ class Recorder:
             raise UsageError(f"open_window: expected a number of steps of at least 1, got {num_steps!r}")
         self._dense_until = max(self._dense_until, self._step + num_steps)
         if self._writers is not None:
-            self._write_waiting(0)
+            self._write_pending(0)
             self._open_window()
 
     def _open_window(self) -> None:
@@ -387,12 +372,9 @@ class Recorder:
         rates = rates_in(opt_state) if learning_rate is None else (learning_rate,)
         records = self._writers.records(self._step)
         judges = self._monitor is not None and self._monitor.is_due(self._step, recorded=records)
-        waiting = _Waiting(
-            self._step, self._batches(batch), loss, grad_norm, self._events, rates, self._turns, self._backwards
-        )
+        data = StepData(self._batches(batch), loss, self._backwards, self._turns, grad_norm, rates, self._events)
         if records:
-            self._write_waiting(0)
-            data = self._data_of(waiting)
+            self._write_pending(0)
             data.initial, self._initial = self._initial, None
             data.grads, data.state, data.updated = grads, opt_state, params
             data.initial_state, data.model_state = self._initial_state, self._model_state
@@ -401,8 +383,8 @@ class Recorder:
                 data.interiors, data.local_grads = self._interiors, combined(self._reduced, grads)
             self._writers.write(self._step, data)
         else:
-            self._waiting.append(waiting)
-            self._write_waiting(0 if judges else _MOST_WAITING)
+            self._pending.append((self._step, data))
+            self._write_pending(0 if judges else _MOST_PENDING)
         self._step += 1
         if self._step == 1:
             self.params = None  # free them
@@ -535,7 +517,7 @@ class Recorder:
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
             )
-        plain, dense = _programs(loss_fn, self._source.grid.mesh, options)
+        plain, dense = programs_of(loss_fn, self._source.grid.mesh, options)
         program = dense if one_program else plain
         seed = {"seed": np.uint32(self.perturbed_run)} if self.perturbed_run else {}
         events: list[Event] = []
@@ -594,27 +576,11 @@ class Recorder:
             return dict(zip(grid.here, batch, strict=True))
         return batches_of(grid, [jax.tree.leaves(batch if self._samples is None else self._samples(batch))])
 
-    def _data_of(self, waiting: _Waiting) -> StepData:
-        losses = self._source.grid.numbers(waiting.loss)
-        norm = None if waiting.grad_norm is None else float(waiting.grad_norm)
-        rates = [float(rate) for rate in waiting.rates]
-        backwards = [(forwards, self._source.grid.numbers(each)) for forwards, each in waiting.backwards]
-        return StepData(
-            waiting.batches,
-            losses,
-            backwards,
-            waiting.turns,
-            grad_norm=norm,
-            rates=rates,
-            events=waiting.events,
-        )
-
-    def _write_waiting(self, most: int) -> None:
-        """Write the oldest waiting steps, until at most `most` are left."""
+    def _write_pending(self, most: int) -> None:
+        """Write the oldest pending steps, until at most `most` are left."""
         assert self._writers is not None
-        while len(self._waiting) > most:
-            oldest = self._waiting.pop(0)
-            self._writers.write(oldest.step, self._data_of(oldest))
+        while len(self._pending) > most:
+            self._writers.write(*self._pending.pop(0))
 
 
 def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:
@@ -626,27 +592,6 @@ def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, B
     return {
         rank: batch_of([[grid.rows(leaf, rank) for leaf in leaves] for leaves in microbatches]) for rank in grid.here
     }
-
-
-def _programs(
-    loss_fn: Callable, mesh: Mesh, options: Mapping[str, Any]
-) -> tuple[Callable[..., Result], Callable[..., Result]]:
-    """The steps of a loss function that record nothing and its interior."""
-    key = loss_fn, mesh, tuple(options.items())
-    try:
-        hash(key)
-    except TypeError:  # a module of equinox, for example
-        return _compiled.__wrapped__(*key)
-    return _compiled(*key)
-
-
-# Recorders that follow each other, as those of perturbed runs, share the programs of a loss function.
-@functools.lru_cache(maxsize=8)
-def _compiled(loss_fn: Callable, mesh: Mesh, options: tuple) -> tuple[Callable, Callable]:
-    given = dict(options)
-    plain = step_of(LossFunction(loss_fn), mesh, **given)
-    given["local_grads"] = given.get("reduces", True)
-    return plain, step_of(ObservedLoss(loss_fn), mesh, **given)
 
 
 def rates_in(opt_state: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -30,47 +30,47 @@ class StepData:
 
     Attributes:
         batches: the batch of each rank.
-        losses: the loss of each rank.
-        backwards: where models take turns in the step, (number of forwards before it, loss of each rank) of each turn.
+        loss: of all ranks, or of each; it may still be on a device, as the other numbers.
+        backwards: where models take turns in the step, (number of forwards before it, loss) of each turn.
         turns: the number of forwards before the update of each parameter, where models take turns.
+        grad_norm: the norm of the gradients before clipping, if the loop computed it.
+        rates: the learning rates of the step, if known.
+        events: the collectives of rank 0.
         initial: each rank's pieces of the initial parameters, at the first step.
         grads: reduced gradients, before clipping.
-        grad_norm: their norm, if the loop computed it.
-        rates: the learning rates of the step, if known.
         state: the optimizer state after the step.
         updated: the parameters after the step.
         interiors: one for each microbatch; none at steps that are not dense. The source of the recording reads their values.
         local_grads: each rank's own.
         initial_state, model_state: state of the model that is no parameter, before the first step and after the step.
-        events: the collectives of rank 0.
     """
 
     batches: Mapping[int, Batch]
-    losses: Mapping[int, float]
-    backwards: Sequence[tuple[int, Mapping[int, float]]] = ()
-    turns: Mapping[str, int] = field(default_factory=dict)
+    loss: Any
+    backwards: Sequence[tuple[int, Any]]
+    turns: Mapping[str, int]
+    grad_norm: Any
+    rates: Sequence[Any]
+    events: Sequence[Event]
     initial: Mapping[int, Pieces] | None = None
     grads: Any = None
-    grad_norm: float | None = None
-    rates: Sequence[float] = ()
     state: Any = None
     updated: Any = None
     interiors: Sequence[Interior] = ()
     local_grads: LocalGrads | None = None
     initial_state: ByRank = field(default_factory=dict)
     model_state: ByRank = field(default_factory=dict)
-    events: Sequence[Event] = field(default_factory=list)
 
 
 class Writers:
-    """The writers of this process's ranks. A context manager as `RecordingWriter` is one."""
+    """The writers of this process's ranks."""
 
     def __init__(
         self,
         directory: str | Path,
         manifest: Manifest,
         source: ArrayPieces | ShardPieces,
-        channels_last: Collection[str | tuple[str, str]] | None = None,
+        channels_last: Collection[str | tuple[str, str]] | None,
     ) -> None:
         self.source, self._manifest = source, manifest
         self._dims = Dims(source.param_map, channels_last)
@@ -98,6 +98,8 @@ class Writers:
     def write(self, step: int, data: StepData) -> None:
         """Write a step and end it; tensors only if the step is recorded."""
         records, spec = self.records(step), self._manifest.mesh
+        losses = self.source.grid.numbers(data.loss)
+        backwards = [(forwards, self.source.grid.numbers(each)) for forwards, each in data.backwards]
         if data.initial is not None:
             self._put("parameters", step, data.initial)
         for writer in self.by_rank.values():
@@ -112,10 +114,10 @@ class Writers:
         for rank, writer in self.by_rank.items():
             batch = data.batches[rank]
             writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
-            writer.loss(step, data.losses[rank], [(forwards, loss[rank]) for forwards, loss in data.backwards])
+            writer.loss(step, losses[rank], [(forwards, loss[rank]) for forwards, loss in backwards])
             writer.counts(step, counts)
             if data.grad_norm is not None:
-                writer.grad_norm(step, data.grad_norm)
+                writer.grad_norm(step, float(data.grad_norm))
             writer.collectives(step, of_rank(data.events, spec, rank))
             writer.turns({})
             for state, use in ((data.initial_state, INITIAL), (data.model_state if records else {}, CHANGED)):
@@ -124,7 +126,7 @@ class Writers:
                     writer.buffers(step, {k: (self._kept(v, v.size), v.shape) for k, v in own.items()}, use)
             if data.interiors and writer.is_dense(step):
                 self._put_interior(writer, step, rank, data)
-            writer.end_step(step, data.rates)
+            writer.end_step(step, [float(rate) for rate in data.rates])
 
     def _put(self, method: str, step: int, by_rank: Mapping[int, Pieces], *slot: str) -> None:
         for rank, by_unit in by_rank.items():
@@ -165,14 +167,6 @@ class Writers:
             for bucket, lines in data.local_grads.lines.items():
                 for unit, grads in self.source.whole(bucket, self.source.row(lines, rank)).items():
                     writer.local_grads(step, unit, self._whole(grads))
-
-    def finish(self) -> None:
-        """End all recordings."""
-        for writer in self.by_rank.values():
-            writer.finish()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with ExitStack() as stack:  # each closes its file, even if another fails
