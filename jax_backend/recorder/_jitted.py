@@ -1,14 +1,13 @@
 """Replaces `jax.jit`: a jitted function runs as a program that also returns taps."""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jax_backend.recorder._perturbed_rounding import rounded
-from jax_backend.recorder._script_session import Root, Session, following
+from jax_backend.recorder._script_session import JittedFunction, Root, Session, following
 from jax_backend.recorder._taps import Detail, Packed, collecting, current, innermost, pack, traced, unpacked
 
 _jit = jax.jit
@@ -16,30 +15,21 @@ _DONATED = ("donate_argnums", "donate_argnames")
 _STATIC = ("static_argnums", "static_argnames")
 
 
-class Jitted:
-    """A jitted function, with a program for each `Detail`.
+class Jitted(JittedFunction):
+    """A function of `jax.jit`.
 
     Args:
-        fun: the user's function.
         options: of `jax.jit`.
-
-    Attributes:
-        plans: what a session knows of it.
-        donates: whether it may donate arguments.
     """
 
     def __init__(self, fun: Callable, options: dict[str, Any]) -> None:
-        self._fun, self._options = fun, options
-        self._plain: Any = _jit(fun, **options)
+        super().__init__(fun, _jit(fun, **options), (options.get(name) for name in _DONATED))
+        self._options = options
         self._programs: dict[tuple[Detail, bool], Any] = {}
         self._paths: list[str | None] = []
-        self.plans: dict[Any, Any] = {}
-        self.donates = any(options.get(name) not in (None, ()) for name in _DONATED)
-        functools.update_wrapper(self, fun, updated=())
 
     def program(self, detail: Detail, *, in_loss: bool = False) -> Any:
-        """A jitted function that returns the user's results and a `Packed`. Only that of the least detail, which the script uses,
-        donates arguments.
+        """See `JittedFunction`.
 
         Args:
             in_loss: whether a loss function that is differentiated calls it: its taps are then other ones.
@@ -71,14 +61,6 @@ class Jitted:
             self._programs[detail, in_loss] = _jit(run, **options)
         return self._programs[detail, in_loss]
 
-    def by_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """No argument has a dim of ranks."""
-        return frozenset()
-
-    def results_by_rank(self, result: Any) -> frozenset[int]:
-        """No result has one."""
-        return frozenset()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(collector := current(), Root):
             return collector.session.call(self, args, kwargs)
@@ -96,12 +78,6 @@ class Jitted:
             is_same = not any(self._options.get(name) not in (None, ()) for name in _STATIC)
             return _AheadOfTime(lowered, collector.session, self if is_same else None)
         return lowered
-
-    def __get__(self, owner: Any, _: Any = None) -> Any:
-        return self if owner is None else types.MethodType(self, owner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
 
 
 class _AheadOfTime:

@@ -6,7 +6,6 @@ recorded without this dim, and the samples of all devices are one batch, as in `
 """
 
 import functools
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,38 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_backend.recorder._script_session import Root
+from jax_backend.recorder._script_session import JittedFunction, Root
 from jax_backend.recorder._taps import Detail, Packed, PackedTap, collecting, current, innermost, pack, traced
 
 _pmap = jax.pmap
 _NOT_MAPPED = -1
 
 
-class Mapped:
-    """A function of `jax.pmap`, with a program for each `Detail`.
+class Mapped(JittedFunction):
+    """A function of `jax.pmap`.
 
     Args:
-        fun: the user's function.
         options: of `jax.pmap`.
-
-    Attributes:
-        plans: what a session knows of it.
-        donates: whether it may donate arguments.
     """
 
     def __init__(self, fun: Callable, options: dict[str, Any]) -> None:
-        self._fun, self._options = fun, options
-        self._plain: Any = _pmap(fun, **options)
-        static, donated = options.get("static_broadcasted_argnums", ()), options.get("donate_argnums", ())
-        self._static = (static,) if isinstance(static, int) else tuple(static)
+        super().__init__(fun, _pmap(fun, **options), [options.get("donate_argnums")])
+        static = options.get("static_broadcasted_argnums", ())
+        self._options, self._static = options, (static,) if isinstance(static, int) else tuple(static)
         self._programs: dict[Detail, _Program] = {}
-        self.plans: dict[Any, Any] = {}
-        self.donates = donated not in (None, ())
-        functools.update_wrapper(self, fun, updated=())
 
     def program(self, detail: Detail) -> "_Program":
-        """A mapped function that returns the user's results and a `Packed`. Only that of the least detail, which the script uses,
-        donates arguments."""
         if detail not in self._programs:
 
             @functools.wraps(self._fun)
@@ -68,11 +56,9 @@ class Mapped:
         return self._programs[detail]
 
     def by_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """Those of the flattened arguments that have a dim of devices."""
         return _mapped(self._axes(args, kwargs))
 
     def results_by_rank(self, result: Any) -> frozenset[int]:
-        """Those of the flattened results that have a dim of devices."""
         return _mapped(_broadcast(self._options.get("out_axes", 0), result))
 
     def _axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -112,12 +98,6 @@ class Mapped:
         result = self._plain(*args, **kwargs)
         session.mapped()
         return result
-
-    def __get__(self, owner: Any, _: Any = None) -> Any:
-        return self if owner is None else types.MethodType(self, owner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
 
 
 class _Program:

@@ -1,6 +1,8 @@
 """The recording of a script as the functions that replace those of JAX and optax see it: a session, and its collector."""
 
-from collections.abc import Callable, Mapping
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -14,27 +16,47 @@ seen_updates: ContextVar[list[str] | None] = ContextVar("seen_updates", default=
 """Functions of optimizers that a trial trace calls; None where none is on."""
 
 
-class JittedFunction(Protocol):
+class JittedFunction:
     """A jitted or mapped function, with a program for each `Detail`.
+
+    Args:
+        fun: the user's function.
+        plain: what JAX makes of it.
+        donated: the options that name arguments to donate.
 
     Attributes:
         plans: what a session knows of it.
         donates: whether it may donate arguments.
     """
 
-    plans: dict[Any, Any]
-    donates: bool
+    def __init__(self, fun: Callable, plain: Any, donated: Iterable[Any]) -> None:
+        self._fun, self._plain = fun, plain
+        self.plans: dict[Any, Any] = {}
+        self.donates = any(each not in (None, ()) for each in donated)
+        functools.update_wrapper(self, fun, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, as the script does."""
+        raise NotImplementedError
 
     def program(self, detail: Detail) -> Any:
-        """A jitted function that returns the user's results and a `Packed`."""
+        """A jitted function that returns the user's results and a `Packed`. Only that of the least detail, which the script uses,
+        donates arguments."""
+        raise NotImplementedError
 
     def by_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """Those of the flattened arguments that have a leading dim of ranks."""
-        ...
+        return frozenset()
 
     def results_by_rank(self, result: Any) -> frozenset[int]:
         """Those of the flattened results that have a leading dim of ranks."""
-        ...
+        return frozenset()
+
+    def __get__(self, owner: Any, _: Any = None) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 class Differentiated(Protocol):
