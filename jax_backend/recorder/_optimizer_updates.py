@@ -103,7 +103,7 @@ def _add_application(collector: Collector, application: Tap) -> None:
     The tap of the update then needs no parameters, which a scan would return twice.
     """
     updates = [(i, tap) for i, tap in enumerate(collector.taps) if tap.kind == UPDATE]
-    own = [each for each, _ in of_parameters(application, updates, lambda each: each[1].about[0])]
+    own = [updates[i] for i, _ in of_parameters(application, [tap.about[0] for _, tap in updates])]
     if not own and updates and len(application.about[0]) < len(updates[-1][1].about[0]):
         return
     for i, tap in own or updates:

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossframe.errors import UsageError
-from jax_backend.activations import Activations
-from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
+from jax_backend.recorder._array_interior import compute_dtype
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks
 from jax_backend.recorder._models_in_script import names_in_script
-from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
+from jax_backend.recorder._script_interiors import interiors_of
 from jax_backend.recorder._script_turns import (
     USE_RECORDER,
     Gradient,
@@ -150,7 +149,7 @@ class Steps:
                 self._gradients.append(Gradient.of(tap, of_iteration(at), originals))
             elif tap.kind == UPDATE:
                 model = self._begin_update(tap, originals, in_scan=bool(at))
-                model.is_added_by_optax |= any(of_parameters(each, [model], _names_of) for each in applications)
+                model.is_added_by_optax |= any(of_parameters(each, [model.names]) for each in applications)
             else:
                 self._apply(tap, originals, in_scan=bool(at))
             self._record_ended()
@@ -229,8 +228,9 @@ class Steps:
     def _apply(self, tap: Tap, originals: Mapping[int, Any], *, in_scan: bool) -> None:
         """An update is added to the parameters."""
         updated = [each for each in self._models if each.update is not None or each.open_turn is not None]
-        if not (pending := of_parameters(tap, updated, _names_of)):
+        if not (found := of_parameters(tap, [each.names for each in updated])):
             return
+        pending = [(updated[i], applied) for i, applied in found]
         own = arrays_of(tap, ("before",), originals).keys()
         model, applied = next((each for each in pending if own & each[0].arrays.keys()), pending[0])
         model.is_added_by_optax = True
@@ -359,11 +359,7 @@ class Steps:
         if records:  # at other steps copies would take time and memory for nothing
             before, after = (OrderedDict(zip(each, wholes([*each.values()]), strict=True)) for each in (before, after))
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
-        microbatches = [
-            (turn.model, each.tap, _microbatches(each.tap, each.batch))
-            for turn in step.turns
-            for each in turn.gradients
-        ]
+        gradients = [each for turn in step.turns for each in turn.gradients]
         if self.recorder is None:
             assert self._begin is not None
             if missing := [name for name, value in before.items() if value.array is None]:
@@ -372,14 +368,16 @@ class Steps:
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
             initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
-            num_gradients = sum(len(parts) for _, _, parts in microbatches)
-            dtype = compute_dtype(value for _, tap, _ in microbatches for value in tap.values["inside"])
+            num_gradients = sum(len(each.microbatches) for each in gradients)
+            dtype = compute_dtype(value for each in gradients for value in each.tap.values["inside"])
             self.recorder = self._begin(OrderedDict(initial), dtype, num_gradients, len(leads) > 1)
         grid = self.recorder.grid
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
-        parts_of_step = {tuple(map(id, part)): part for _, _, parts in microbatches for part in parts}
+        parts_of_step = {tuple(map(id, part)): part for each in gradients for part in each.microbatches}
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            self._add_interiors(step, values)
+            for turn in step.turns:
+                for interior in interiors_of(turn, values, grid, leads[turn.model]):
+                    self.recorder.add_interior(interior)
         if records and len(leads) == 1:
             self._add_state(step)
         batches = list(batches_of(grid, list(parts_of_step.values())).values())
@@ -419,18 +417,6 @@ class Steps:
         known = {model: each if _arrays(each) is not None else OrderedDict() for model, each in of_models.items()}
         return _arrays(self._all(known)) or None
 
-    def _add_interiors(self, step: _Step, params: Any) -> None:
-        assert self.recorder is not None
-        grid = self.recorder.grid
-        for turn in step.turns:
-            model = turn.model
-            parts = [_microbatches(each.tap, each.batch) for each in turn.gradients]
-            unique = {tuple(map(id, part)): part for each in parts for part in each}
-            cut = _Cut.of([part for part in unique.values() if part], sum(map(len, parts)), grid)
-            for each, own in zip(turn.gradients, parts, strict=True):
-                for interior in _interiors(each.tap, own, params, grid, model.names, cut, self._leads[model]):
-                    self.recorder.add_interior(interior)
-
     def _add_state(self, step: _Step) -> None:
         """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
         assert self.recorder is not None
@@ -452,7 +438,7 @@ class Steps:
         assert self.recorder is not None
         forwards, losses, number = {}, [], 0
         for turn in step.turns:
-            number += sum(len(_microbatches(each.tap, each.batch)) for each in turn.gradients)
+            number += sum(len(each.microbatches) for each in turn.gradients)
             losses.append((number, _loss(turn.loss, self.recorder.grid)))
             forwards |= {f"{self._leads[turn.model]}{name}": number for name in turn.model.names}
         self.recorder.add_turns(forwards, losses)
@@ -535,10 +521,6 @@ def _rate(values: Any, state: Any) -> Any:
     return jnp.copy(rates[0]) if len(rates) == 1 else None
 
 
-def _names_of(model: Model) -> Sequence[str]:
-    return model.names
-
-
 def _batch_at(at: Sequence[tuple[int, int]], batch: Sequence[Any]) -> Sequence[Any]:
     """The arrays of an iteration of scans over steps, which cut those that have their length. Others, such as a data set from
     which the scan takes samples itself, count at the first step."""
@@ -546,76 +528,4 @@ def _batch_at(at: Sequence[tuple[int, int]], batch: Sequence[Any]) -> Sequence[A
     for i, length in at:
         cut = [leaf[i] for leaf in found if leaf.ndim and leaf.shape[0] == length]
         found = cut or ([] if i else found)
-    return found
-
-
-def _microbatches(tap: Tap, batch: Sequence[Any]) -> list[Sequence[Any]]:
-    """The arrays of each microbatch of a gradient: a scan over microbatches cuts those that have its length."""
-    if len(tap.scans) != 1:
-        return [batch]
-    number = tap.scans[0].length
-    return [[leaf[i] if leaf.shape[:1] == (number,) else leaf for leaf in batch] for i in range(number)]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A batch that a step on several ranks cuts into parts itself, inside of the recorded function, which may give a rank other
-    samples than its batch has.
-
-    Attributes:
-        num_samples: of the batch.
-        num_parts: gradients, of one part each.
-    """
-
-    num_samples: int
-    num_parts: int
-
-    @classmethod
-    def of(cls, batches: Sequence[Sequence[Any]], num_parts: int, grid: Grid) -> "_Cut | None":
-        """The batch of several gradients, if there is only one, and several ranks."""
-        if num_parts == 1 or len(batches) != 1 or grid.spec.world_size == 1:
-            return None
-        return cls(batches[0][0].shape[0], num_parts)
-
-    def has_part(self, array: Any) -> bool:
-        """Whether the rows of an array belong to a part."""
-        rows = array.shape[0] if array.ndim else 0
-        return rows > 0 and rows % self.num_samples != 0 and rows * self.num_parts % self.num_samples == 0
-
-
-def _interiors(
-    tap: Tap,
-    microbatches: Sequence[Sequence[Any]],
-    params: Any,
-    grid: Grid,
-    names: Sequence[str],
-    cut: _Cut | None,
-    lead: str,
-) -> "list[ArrayInterior]":
-    """The interior of each microbatch of a gradient, without activations of the parts of a batch that is cut.
-
-    Args:
-        names: of the parameters of its model.
-        lead: what precedes them in the recording, where there are other models. Then modules of these are left out.
-    """
-    paths, _, about = tap.about
-    if len(tap.scans) > 1:
-        return [ArrayInterior(params, Activations((), ()))] if lead else []
-    own = {name[:i] for name in names for i in range(len(name)) if name[i] == "."} | {""}
-    found = []
-    for i, batch in enumerate(microbatches):
-        values: dict[tuple[str, str], Any] = {}
-        for (raw, use), value in zip(about, tap.values["inside"], strict=True):
-            array = value.array
-            if tap.scans:
-                array = array[:, i] if value.by_rank else array[i]
-            if cut is not None and not value.by_rank and cut.has_part(array):
-                continue
-            module = canonical_module(raw, paths, names)
-            if lead and module not in own:
-                continue
-            values.setdefault(
-                (f"{lead}{module}".removesuffix("."), use), by_rank(Value(array, value.by_rank), batch, grid)
-            )
-        found.append(ArrayInterior(params, Activations(tuple(values.values()), tuple(values))))
     return found

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,14 @@ class Gradient:
         grads = (value.array for value in values.pop("own_grads"))
         kept = tuple(weakref.ref(grad) for grad in grads if isinstance(grad, jax.Array))
         return cls(replace(tap, values=values), batch, kept, arrays_of(tap, ("diff",), originals))
+
+    @property
+    def microbatches(self) -> list[Sequence[Any]]:
+        """The arrays of each microbatch: a scan over microbatches cuts those that have its length."""
+        if len(self.tap.scans) != 1:
+            return [self.batch]
+        number = self.tap.scans[0].length
+        return [[leaf[i] if leaf.shape[:1] == (number,) else leaf for leaf in self.batch] for i in range(number)]
 
 
 @dataclass
@@ -233,21 +241,17 @@ def arrays_of(tap: Tap, names: Iterable[str], originals: Mapping[int, Any]) -> d
     return {id(leaf): leaf for leaf in own}
 
 
-T = TypeVar("T")
-
-
-def of_parameters(apply: Tap, updated: Sequence[T], names: Callable[[T], Sequence[str]]) -> list[tuple[T, Tap]]:
-    """What an application of updates is of: those that have the names of all its parameters, or else of a part of them, each
-    with the application to its parameters alone. Optimizers such as `optax.lookahead` update a tree that has the parameters of
-    the loss function as its first part.
+def of_parameters(apply: Tap, updated: Sequence[Sequence[str]]) -> list[tuple[int, Tap]]:
+    """Which updates an application adds: those that have the names of all its parameters, or else of a part of them. By index,
+    each with the application to its parameters alone. Optimizers such as `optax.lookahead` update a tree that has the parameters
+    of the loss function as its first part.
 
     Args:
-        updated: what has been updated.
-        names: of the parameters of one of them.
+        updated: the names of the parameters of each update.
     """
-    whole = [each for each in updated if set(names(each)) == set(apply.about[0])]
-    parts = ((each, _part_of(apply, names(each), is_whole=bool(whole))) for each in whole or updated)
-    return [(each, part) for each, part in parts if part is not None]
+    whole = [i for i, names in enumerate(updated) if set(names) == set(apply.about[0])]
+    parts = ((i, _part_of(apply, updated[i], is_whole=bool(whole))) for i in whole or range(len(updated)))
+    return [(i, part) for i, part in parts if part is not None]
 
 
 def _part_of(apply: Tap, names: Sequence[str], *, is_whole: bool) -> Tap | None:
