@@ -1,7 +1,8 @@
-"""Replaces an attribute of a module or a class for a while."""
+"""Replaces an attribute of a module or a class, or the value of a context variable, for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 _MISSING = object()
@@ -27,3 +28,13 @@ def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
             delete(owner, name)
         else:
             set_attribute(owner, name, own)
+
+
+@contextmanager
+def setting(variable: ContextVar, value: Any) -> Iterator[None]:
+    """A context in which a context variable has another value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from crossframe.replacing import setting
 from jax_backend.tree import is_floating
 
 INPUT, OUTPUT = "input", "output"
@@ -79,11 +80,8 @@ def module_in(scopes: str) -> str:
 def listening() -> Iterator[dict[tuple[str, str], Any]]:
     """The values that are reported inside the context, by (module, use)."""
     reported: dict[tuple[str, str], Any] = {}
-    token = _reported.set(reported)
-    try:
+    with setting(_reported, reported):
         yield reported
-    finally:
-        _reported.reset(token)
 
 
 def is_anyone_listening() -> bool:

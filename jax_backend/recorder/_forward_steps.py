@@ -12,7 +12,7 @@ from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._recorder import Recorder, batches_of
 from jax_backend.recorder._script_turns import listed
-from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, Value, unrolled
+from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, unrolled
 
 USE_FORWARD = """record from inside the script:
 
@@ -51,24 +51,22 @@ class ForwardSteps:
         """The number of steps that a function with these taps makes."""
         return sum(tap.num_iterations for tap in taps if self._is_of_model(tap))
 
-    def add(self, taps: Sequence[Tap], batch: Sequence[Any]) -> None:
-        """Add taps in the order of the program."""
+    def add(self, taps: Sequence[Tap], *_: Any) -> None:
+        """Add taps in the order of the program. They have the batch."""
         for _, tap in unrolled(taps, (FORWARD,)):
             if self._is_of_model(tap):
                 self._add(tap)
 
     def _add(self, tap: Tap) -> None:
-        names, _, modules = tap.about
-        values = {what: _listed(tap.values[what]) for what in tap.values}
-        loss = jnp.sqrt(jnp.mean(jnp.asarray(values["loss"][0].array)))
+        loss = jnp.sqrt(jnp.mean(jnp.asarray(tap.values["loss"].array)))
         if self._begin is not None:
-            self._record(loss, OrderedDict(zip(names, values["params"], strict=True)), modules, values)
+            self._record(loss, tap)
         self.number += 1
         self._finished(loss)
 
-    def _record(
-        self, loss: Any, params: OrderedDict[str, Value], modules: Any, values: dict[str, Sequence[Value]]
-    ) -> None:
+    def _record(self, loss: Any, tap: Tap) -> None:
+        names, _, modules = tap.about
+        params, inside = OrderedDict(zip(names, tap.values["params"], strict=True)), tap.values["inside"]
         full = OrderedDict((name, value.array) for name, value in params.items())
         if self.recorder is None:
             assert self._begin is not None
@@ -77,22 +75,18 @@ class ForwardSteps:
                     f"the values of {listed(missing)} are no arguments of the jitted function that calls the model, so that they "
                     f"are not known; pass them, or {USE_FORWARD}"
                 )
-            self.recorder = self._begin(full, compute_dtype(values["inside"]))
+            self.recorder = self._begin(full, compute_dtype(inside))
         grid = self.recorder.grid
         batch = [
             value.array.reshape(-1, *value.array.shape[2:]) if value.by_rank else value.array
-            for value in values["batch"]
+            for value in tap.values["batch"]
         ]
         if self.recorder.is_dense() and all(array is not None for array in full.values()):
             activations: dict[tuple[str, str], Any] = {}
-            for (raw, use), value in zip(modules, values["inside"], strict=True):
+            for (raw, use), value in zip(modules, inside, strict=True):
                 if value.array is not None:
                     activations.setdefault((canonical_module(raw, list(full), full), use), by_rank(value, batch, grid))
             self.recorder.add_interior(
                 ArrayInterior(full, Activations(tuple(activations.values()), tuple(activations)))
             )
         self.recorder.end_call(loss, list(batches_of(grid, [batch]).values()))
-
-
-def _listed(values: Any) -> Sequence[Value]:
-    return values if isinstance(values, tuple) else (values,)

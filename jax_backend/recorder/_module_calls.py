@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossframe.replacing import replacing
+from crossframe.replacing import replacing, setting
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
 from jax_backend.tree import is_floating, path_name
@@ -60,11 +60,8 @@ def module_call(fun: Callable, name: str) -> Callable:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         scopes = (*_scopes.get(), name)
-        token = _scopes.set(scopes)
-        try:
+        with setting(_scopes, scopes):
             return module_reported(".".join(scopes), fun, args, kwargs)
-        finally:
-            _scopes.reset(token)
 
     return call
 
@@ -178,7 +175,7 @@ def reporting_linen(report: Callable[[str, Callable, Any, Any, Any], Any]) -> It
 
     def intercept(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         outer = _applied.get()
-        with _set(_inside_linen, True):
+        with setting(_inside_linen, True):
             if context.method_name != "__call__" or context.module.scope is None or outer is None:
                 return own(*args, **kwargs)
             return report(".".join((*outer, *context.module.path)), own, args, kwargs, context.module)
@@ -202,7 +199,7 @@ def _at_its_path(own: Callable) -> Callable:
         if not is_inside_linen():
             return own(self, *args, **kwargs)
         outer = _applied.get()
-        with _set(_applied, None if outer is None or self.scope is None else (*outer, *self.path)):
+        with setting(_applied, None if outer is None or self.scope is None else (*outer, *self.path)):
             return own(self, *args, **kwargs)
 
     return apply
@@ -211,19 +208,10 @@ def _at_its_path(own: Callable) -> Callable:
 def _not_in_the_model(own: Callable) -> Callable:
     @functools.wraps(own)
     def init_with_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _set(_applied, None):
+        with setting(_applied, None):
             return own(self, *args, **kwargs)
 
     return init_with_output
-
-
-@contextmanager
-def _set(variable: ContextVar, value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost: Outermost | None) -> None:
@@ -258,11 +246,8 @@ def _reporting(own: Any, leaves_of: Callable, outermost: Outermost | None) -> Ca
         if outermost is not None and (collector := innermost()) is not None and not collector.in_loss:
             return outermost(self, run, args, kwargs)
         name = _path_of(self, leaves_of)
-        token = _running.set((*_running.get(), id(self)))
-        try:
+        with setting(_running, (*_running.get(), id(self))):
             return run(*args, **kwargs) if name is None else module_reported(name, run, args, kwargs, self)
-        finally:
-            _running.reset(token)
 
     return call
 

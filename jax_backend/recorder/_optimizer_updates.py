@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from crossframe.replacing import replacing
+from crossframe.replacing import replacing, setting
 from jax_backend.recorder._gradients import Gradient
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
@@ -152,11 +152,8 @@ def _init(own: Callable, params: Any) -> Any:
     if collector is None or collector.in_loss or inside_update.get():
         return own(params)
     noted.initialised(_leaves(params, jnp.floating))
-    token = inside_update.set(True)
-    try:
+    with setting(inside_update, True):
         return own(params)
-    finally:
-        inside_update.reset(token)
 
 
 def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -166,13 +163,9 @@ def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
         return own(grads, state, params, **extra)
     if isinstance(collector, Root):
         params = collector.session.replaced(params)
-    token, multi = inside_update.set(True), _multi_steps.set(None)
-    try:
+    with setting(inside_update, True), setting(_multi_steps, None):
         updates, after = own(grads, state, params, **extra)
         accumulates = _multi_steps.get()
-    finally:
-        inside_update.reset(token)
-        _multi_steps.reset(multi)
     added = _floating(updates)
     if isinstance(collector, Root):
         updates = collector.session.shifted(updates)

@@ -97,18 +97,15 @@ class Steps:
         begin: makes the recorder, from the initial parameters, the half precision in which modules compute, the number of
             gradients of a step, and whether several models are one, at the end of the first step; None: nothing is recorded.
         finished: called at the end of each step with its loss.
-
-    Attributes:
-        initial_state, model_state: by path the state that is no parameter, which the functions of the first step got, and which
-            those of the current step have returned.
     """
 
     def __init__(self, begin: Callable[..., Recorder] | None, finished: Callable[[Any], None]) -> None:
         self._begin, self._finished = begin, finished
         self.recorder: Recorder | None = None
         self.number = 0
-        self.initial_state: Mapping[str, Value] = {}
-        self.model_state: Mapping[str, Value] = {}
+        # By path the state that is no parameter: what the functions of the first step got, and what those of this one returned.
+        self._initial_state: Mapping[str, Value] = {}
+        self._model_state: Mapping[str, Value] = {}
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
         self._are_all_known = False
@@ -153,6 +150,12 @@ class Steps:
             else:
                 self._apply(tap, originals, in_scan=bool(at))
             self._record_ended()
+
+    def note_state(self, before: Mapping[str, Value], after: Mapping[str, Value]) -> None:
+        """Note the state that is no parameter, which a function of the step got and returned, by path."""
+        if self.number == 0:
+            self._initial_state = {**before, **self._initial_state}
+        self._model_state = {**self._model_state, **after}
 
     @property
     def _is_alone(self) -> bool:
@@ -317,7 +320,7 @@ class Steps:
 
     def _complete(self, step: _Step) -> None:
         step.is_complete = True
-        step.model_state, self.model_state = self.model_state, {}
+        step.model_state, self._model_state = self._model_state, {}
         self.number += 1
         self._gradients = []
         self._finished(step.loss)
@@ -430,7 +433,7 @@ class Steps:
             }
 
         after = by_rank(step.model_state)
-        initial, self.initial_state = self.initial_state, {}
+        initial, self._initial_state = self._initial_state, {}
         self.recorder.add_state(by_rank(initial) if after else {}, after)
 
     def _add_turns(self, step: _Step) -> None:

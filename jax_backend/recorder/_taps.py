@@ -26,6 +26,7 @@ from jax._src import core
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.sharding import SingleDeviceSharding
 
+from crossframe.replacing import setting
 from jax_backend.tree import is_key
 
 
@@ -226,11 +227,8 @@ def current() -> Collector | None:
 @contextmanager
 def collecting(collector: Collector) -> Iterator[Collector]:
     """A context whose taps go to a collector."""
-    token = _collector.set(collector)
-    try:
+    with setting(_collector, collector):
         yield collector
-    finally:
-        _collector.reset(token)
 
 
 @contextmanager

@@ -115,8 +115,9 @@ class ScriptRecorder:
         request = Request.from_environment()
         # The run is repeated for the operators of one step; its recording does not matter.
         self._request, self._trace = request, None if request is None else OperatorTrace(request)
-        steps = ForwardSteps if self.forward_only else Steps
-        self._steps = steps(self._begin if request is None else None, self._stepped)
+        begin = self._begin if request is None else None
+        self._training = None if self.forward_only else Steps(begin, self._stepped)
+        self._steps = self._training or ForwardSteps(begin, self._stepped)
         self._moved: dict[int, tuple[Any, Any]] = {}
         self._shifts: dict[str, Any] = {}
         self._returned: tuple[Value, ...] = ()
@@ -209,24 +210,20 @@ class ScriptRecorder:
         if self._trace is not None:
             return self._traced(jitted, args, kwargs, steps)
         is_dense = any(map(self._is_dense, steps))
-        donates = jitted.donates
+        copy = _copied if jitted.donates else lambda leaf: leaf
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
         state = plan.state if len(steps) == 1 and self._records_state(steps.start) else {}
-        own_state = {i: _copied(leaves[i]) if donates else leaves[i] for i, _ in state.values()}
-        others = [i for i in plan.batch if not self._is_of_model(own[i])]
+        own_state = {i: copy(leaves[i]) for i, _ in state.values()}
         batch = [
-            _of_all_ranks(leaves[i], plan.lengths)
-            if i in plan.by_rank
-            else _copied(leaves[i])
-            if donates
-            else leaves[i]
-            for i in others
+            _of_all_ranks(leaves[i], plan.lengths) if i in plan.by_rank else copy(leaves[i])
+            for i in plan.batch
+            if not self._is_of_model(own[i])
         ]
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
         originals = {id(leaf): its for leaf, its in zip(given, own, strict=True) if leaf is not its}
         more: list[Tap] | None = None
         if (is_dense and {GRADIENT, FORWARD} & {*plan.kinds}) or (
-            plan.is_incomplete and any(self._is_dense(step) or self._schedule.records(step, None) for step in steps)
+            plan.is_incomplete and any(map(self._records, steps))
         ):
             program = jitted.program(Detail.INTERIOR if is_dense else Detail.VALUES)
             if len(steps) > 1:
@@ -240,23 +237,23 @@ class ScriptRecorder:
             self._returned = tuple(returned)
         if state:  # which the next step may donate
             before = {path: Value(own_state[i], i in plan.by_rank) for path, (i, _) in state.items()}
-            copied = [replace(value, array=_copied(value.array)) if donates else value for value in returned]
-            self._note_state(before, {path: copied[j] for path, (_, j) in state.items()})
+            after = {path: replace(returned[j], array=copy(returned[j].array)) for path, (_, j) in state.items()}
+            self._note_state(before, after)
         taps = unpacked(packed, given, result)
         self._add(taps if more is None else merged(taps, more), batch, originals)
         return result
 
+    def _records(self, step: int) -> bool:
+        """Whether the tensors of a step are recorded."""
+        return self._is_dense(step) or self._schedule.records(step, None)
+
     def _records_state(self, step: int) -> bool:
         """Whether state of the model that is no parameter is recorded at a step."""
-        records = self._is_dense(step) or self._schedule.records(step, None)
-        return records and self._trace is None and isinstance(self._steps, Steps)
+        return self._trace is None and self._records(step)
 
     def _note_state(self, before: Mapping[str, Value], after: Mapping[str, Value]) -> None:
-        """Note the state that a function of a step got and returned, by path."""
-        assert isinstance(self._steps, Steps)
-        if self._steps.number == 0:
-            self._steps.initial_state = {**before, **self._steps.initial_state}
-        self._steps.model_state = {**self._steps.model_state, **after}
+        assert self._training is not None
+        self._training.note_state(before, after)
 
     def _traced(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], steps: range) -> Any:
         assert self._trace is not None and self._request is not None
@@ -374,36 +371,33 @@ class ScriptRecorder:
 
     def _is_of_model(self, leaf: Any) -> bool:
         """Whether an array is of one of several models, and so of no batch."""
-        return isinstance(self._steps, Steps) and self._steps.has(leaf)
+        return self._training is not None and self._training.has(leaf)
 
     def _is_updated(self, leaf: Any) -> bool:
         """Whether an array is of one of several models, which has had its turn in the first step."""
-        return isinstance(self._steps, Steps) and self._steps.has_updated(leaf)
+        return self._training is not None and self._training.has_updated(leaf)
 
     def _add(
         self, taps: Sequence[Tap], batch: Sequence[Any], originals: Mapping[int, Any] = MappingProxyType({})
     ) -> None:
         self._num_gradients += sum(tap.kind == GRADIENT for tap in taps)
-        if isinstance(self._steps, Steps):
-            self._steps.add(taps, batch, originals)
-        else:
-            self._steps.add(taps, batch)
+        self._steps.add(taps, batch, originals)
         self._stop_if_due()
 
     def _begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters."""
-        if not isinstance(self._steps, Steps):
+        if self._training is None:
             return
         at = {id(value.array): i for i, value in enumerate(self._returned)}
         self._places = {name: at[id(value.array)] for name, value in params.items() if id(value.array) in at}
-        self._steps.begin_gradient(params)
+        self._training.begin_gradient(params)
         self._stop_if_due()
 
     def _end_last_step(self) -> None:
         """End the last step, which may return its parameters where earlier steps returned theirs."""
-        if isinstance(self._steps, Steps):
+        if self._training is not None:
             found = {name: self._returned[i] for name, i in self._places.items() if i < len(self._returned)}
-            self._steps.end(found)
+            self._training.end(found)
 
     def _stop_if_due(self) -> None:
         if self._stop_after is not None and self._steps.number >= self._stop_after:
