@@ -1,4 +1,4 @@
-"""The interior of a step whose arrays the recorder gets whole, and what of an activation is of each rank's samples."""
+"""The interior of a step whose arrays are whole, and each rank's part of an activation."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

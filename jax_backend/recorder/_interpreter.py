@@ -469,7 +469,7 @@ def _arguments(params: dict[str, Any], operands: Sequence[Value]) -> str:
         if each.constant is not None
     ]
     for name, value in params.items():
-        if _is_told(value):
+        if _is_stated(value):
             words.append(f"{name}={value.__name__ if isinstance(value, type) else quote(value)}")
     return ", ".join(words)
 
@@ -478,7 +478,7 @@ def _number(value: Any) -> str:
     return str(np.asarray(value).item()) if np.ndim(value) == 0 else quote(value)
 
 
-def _is_told(value: Any) -> bool:
+def _is_stated(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return bool(value) and all(map(_is_told, value))
+        return bool(value) and all(map(_is_stated, value))
     return isinstance(value, bool | int | float | str | np.dtype) and value is not False and value != ""

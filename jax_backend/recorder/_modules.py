@@ -17,8 +17,8 @@ _IMAGE_DIMS = 4
 
 
 def module_paths(param_map: ParamMap, units: Iterable[str] = ()) -> dict[str, str]:
-    """The paths in JAX of the model, of units and of modules that own parameters, by canonical name, for those that are one
-    module in JAX too. torch's attention with query, key and value in one parameter is not.
+    """The paths in JAX of the model, of units and of modules that own parameters, by canonical name. Modules that are not one
+    module in JAX, such as torch's attention with query, key and value in one parameter, are left out.
 
     >>> from crossframe.param_map import linear
     >>> module_paths(ParamMap.of(linear("layers.0.fc", "blocks.0.fc")), ["layers.0"])

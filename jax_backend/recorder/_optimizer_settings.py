@@ -16,10 +16,10 @@ from crossframe.replacing import replacing
 from jax_backend.tree import path_name
 
 _KINDS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
-"""Optimizers with the same rule in torch. Others are stated under optax's names."""
+"""Optimizers with the same rule in torch. Others keep optax's names."""
 _NUMBERS = {"learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "eps": "eps"}
 _ONLY_IN_OPTAX = ("nesterov", "eps_root")
-"""Options that change the rule to one that torch has not under the same name."""
+"""Options that change the rule, and that torch's optimizer of the same name lacks."""
 _CLIPPING = "clip_by_global_norm"
 _DECAY, _MASK = "weight_decay", "mask"
 """The decay of an optimizer, and the option that exempts parameters from it."""
@@ -32,7 +32,7 @@ class Noted:
         self.optimizers: list[tuple[str, dict[str, Any]]] = []
         self.clips: list[Any] = []
         self.exempt: tuple[str, ...] | None = ()
-        """What the mask of the decay of the last optimizer leaves out, as names of parameters or of trees; None if unknown."""
+        """Names of the parameters or trees that the last optimizer's decay mask excludes; None: unknown."""
         self.trees: list[dict[str, tuple[int, ...]]] = []
         self.leaves: set[tuple[str, tuple[int, ...]]] = set()
         """The shapes of parameters by their paths, of each model whose optimizer was initialised, and of each parameter the last

@@ -46,7 +46,8 @@ from jax_backend.state._optimizer_state import COUNTS
 
 _MOST_WITHOUT_UPDATE = 4
 _MOST_TURNS = 100
-"""Of the models of a step. Critics of the first Wasserstein GANs have so many for one of the generator."""
+"""Updates of other models in a step without one of a model. Critics of the first Wasserstein GANs have as many for one of the
+generator."""
 _MOST_TO_WAIT = 10
 """Turns of one model after which the first step waits for no other, since a model may be initialised and not trained."""
 

@@ -29,11 +29,11 @@ class Context:
     """
 
     def __init__(self, group: dist.ProcessGroup, order: str) -> None:
-        """Of one process group.
+        """The ranks of a process group.
 
         Args:
             order: of the parts. RANK: each rank has one, in the order of ranks. HEAD_TAIL: of 2n parts, rank i of n has part i
-                and part 2n - 1 - i, so that each has as much to do under a causal mask.
+                and part 2n - 1 - i, which balances the work under a causal mask.
         """
         if order not in ORDERS:
             raise UsageError(f"Recorder: context_order: expected one of {ORDERS}, got {order!r}")
@@ -41,11 +41,11 @@ class Context:
         self.ranks, self.axis = self._ranks.ranks, axis_name(group, "cp")
 
     def mean(self, loss: float) -> float:
-        """Of the losses of all parts."""
+        """The mean of the losses of all parts."""
         return sum(self._ranks.gather_objects(loss)) / self._ranks.size
 
     def whole_batch(self, arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """By microbatch the arrays of whole sequences; arrays of one dim are those of the first rank."""
+        """The arrays of whole sequences, by microbatch. Arrays with one dim are those of the first rank."""
         every = self._ranks.gather_objects(list(map(list, arrays)))
         return [
             [self._joined([each[i][j] for each in every]) for j in range(len(microbatch))]

@@ -21,9 +21,8 @@ _ATTENTION = "aten::_scaled_dot_product"
 
 def interior_of(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """The values on the way to an operator's result; none if it is not known to consist of others."""
-    from torch._decomp import (
-        decomposition_table,
-    )  # takes long to import, and is needed for runs of different programs only
+    # It takes long to import, and is needed for runs of different programs only.
+    from torch._decomp import decomposition_table
 
     name = str(func.overloadpacket._qualified_op_name)
     is_attention = name.startswith(_ATTENTION) and not name.endswith("backward")

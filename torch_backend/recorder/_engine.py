@@ -1,4 +1,4 @@
-"""`Engine`: how a library shards a model over ranks, in the terms of the recorder."""
+"""`Engine`: how a library shards a model over ranks, in the recorder's terms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ class Bucket:
 
     Attributes:
         modules: the names of the unit's modules, on whose entry its parameters can be read in full.
-        params: what the optimizer has: one parameter each in the layout's order, or one flat parameter.
-        places: of each parameter the modules and attributes that forward reads.
+        params: the tensors of the optimizer: one for each parameter in the layout's order, or one flat parameter.
+        places: the registrations of each parameter, where forward reads it.
         is_flat: whether `params` is one flat parameter, this rank's shard.
-        shards: the ranks that have pieces of parameters that are no DTensors; None: this rank alone.
-        ranges: which elements the engine itself says are here, where it does; None where it says nothing.
-        specs: of each parameter that of the DTensor of which it is the local part, None of the others; empty: there are none.
+        shards: the ranks that have pieces of parameters that are not DTensors; None: this rank alone.
+        ranges: the elements on this rank as the engine states them; None: it does not.
+        specs: for each parameter that is the local part of a DTensor, the spec of the DTensor, else None; empty: there are none.
     """
 
     unit: str
@@ -44,19 +44,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Engine:
-    """What shards a model.
+    """How a model is sharded.
 
     Attributes:
-        name: in words.
+        name: the library and its API, in words.
         place: of this rank among the data-parallel ranks.
         reads_all_at_once: whether all parameters can be read when the model begins, and not unit by unit.
         compute_dtype: None: that of the parameters.
-        names: of our engine: its own names of parameters, and ours. It knows them once the root has run.
+        names: for our engine, maps its names of parameters to canonical ones; known once the root has run. None: another engine.
         is_gathered: whether full parameters are gathered to be recorded, since ranks with one batch have parts of them, or since
             units have different meshes or are sharded on other dims than the first.
         expert_axes: those of the place's axes over which experts alone are divided, so that ranks may have other batches.
-        partitions: of parameters that are divided without DTensors, or into pieces.
-        left_out: by name why a parameter cannot be recorded.
+        partitions: how ranks divide parameters without DTensors, or into pieces.
+        left_out: why a parameter cannot be recorded, by name.
         model_ranks: the ranks that compute this replica together; None: this rank alone.
         tensor_ranks: those of them that have the same positions of sequences; None: this rank alone.
     """

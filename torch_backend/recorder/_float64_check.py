@@ -51,7 +51,7 @@ class Exact:
         return worst(self.judge_each(result))
 
     def judge_each(self, result: Any) -> list[Judged | None]:
-        """Each tensor of a result held against what is exact; None for those that are exactly zero, or not floating."""
+        """Compare each tensor of a result with the exact one; None for those that are exactly zero, or not floating."""
         computed = tensor_leaves(result)
         if len(computed) != len(self._results):
             return [None] * len(computed)
@@ -139,7 +139,7 @@ def _distance(drawn: Tensor | None, exact: Tensor | None) -> float:
 
 
 class _Perturbed(TorchDispatchMode):
-    """A context in which each operator reads inputs that are off by what its own rounding amounts to.
+    """A context in which the inputs of each operator are perturbed by as much as its own rounding.
 
     Args:
         dtypes: floating dtypes of the inputs, before they were widened.
@@ -194,7 +194,7 @@ class _Perturbed(TorchDispatchMode):
         return value * (1 + size * self._drawn(value))
 
     def _drawn(self, value: Tensor) -> Tensor:
-        """Signs for the elements of a tensor, out of many that are drawn once: from anywhere in them, and repeated if need be."""
+        """Signs for the elements of a tensor: a random part of many signs that are drawn once, repeated if there are too few."""
         start = int(torch.randint(0, _NUM_SIGNS, (), generator=self._generator))
         signs = _signs(value.device)[start : start + min(value.numel(), _NUM_SIGNS)]
         return signs.repeat(-(-value.numel() // len(signs)))[: value.numel()].view(value.shape)

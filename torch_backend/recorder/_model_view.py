@@ -1,8 +1,8 @@
-"""Describes a model in the core's terms, whatever shards it: units, layouts, and the elements that this rank has.
+"""Describes a model in the core's terms, whatever shards it: units, layouts, and the elements on this rank.
 
-Told apart are our two interfaces, torch's FSDP1 and FSDP2, DistributedDataParallel, and a model that nothing wraps. Nothing of
-torch's own is imported: its modules and parameters say themselves where things lie, and what they say is held against the layouts
-of the core, so that a recording never puts elements where they are not.
+Our two APIs, torch's FSDP1 and FSDP2, DistributedDataParallel and unwrapped models are recognized without importing torch's FSDP:
+modules and parameters state where elements lie. Their statements are checked against the layouts of the core, so that a recording
+never has elements at wrong places.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from torch_backend.recorder._sharding_libraries import ours, torch_fsdp1, torch_
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one parameter.
+    """This rank's part of one parameter.
 
     Attributes:
         start, stop: which elements, the parameter taken as one row-major line.
-        param: what the optimizer has of it: the parameter, or a flat one of which it is a part.
-        part: where in that, or None if `param` is this parameter's alone.
-        gathered: whether ranks gather all of it, of which these elements are recorded; see [Note: model ranks].
+        param: the tensor of the optimizer: the parameter, or a flat one that contains it.
+        part: the range in the flat parameter; None if `param` has no others.
+        gathered: whether ranks gather the whole parameter to record these elements; see [Note: model ranks].
         partition: how ranks divide it without a DTensor.
     """
 
@@ -51,7 +51,7 @@ class Held:
     partition: Partition | Pieces | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of the parameter, of its gradient or of state of its shape; 1-D, an alias where it can be."""
+        """These elements of the parameter, its gradient or state of its shape: 1-D, an alias if possible."""
         if self.gathered:
             return as_real(full(tensor.detach(), self.partition)).reshape(-1)[self.start : self.stop]
         local = local_of(tensor.detach()).reshape(-1)
@@ -60,22 +60,22 @@ class Held:
 
 @dataclass(frozen=True)
 class ModelView:
-    """What a recorder must know of a model.
+    """The description of a model for a recorder.
 
     Attributes:
-        engine: what shards it.
+        engine: how it is sharded.
         mesh, rank: the ranks, and this one's place among them.
-        units: (name, layout), as a manifest has them.
-        held: what is here.
-        places: of each parameter where forward reads it.
+        units: (name, layout), as in a manifest.
+        held: this rank's parts of parameters.
+        places: the registrations of each parameter, where forward reads it.
         watched: modules whose input and output are recorded, with their names.
-        entries: on whose entry the parameters of which units can be read in full.
-        compute_dtype: in which it computes.
+        entries: modules with the units whose parameters can be read in full when the module begins.
+        compute_dtype: the dtype in which the model computes.
         left_out: names of parameters that are not recorded, since the engine leaves them alone or it is not known how ranks
             divide them.
         pipeline: the stages of which this model is one; None: it is whole. stage: its number.
         context: the ranks that have parts of this rank's sequences; None: it has whole ones.
-        path: where the whole model has this one, if that is part of the names; "" otherwise.
+        path: the path of this model in the whole one, if names include it; "" otherwise.
     """
 
     engine: Engine
@@ -119,7 +119,7 @@ class ModelView:
         return ranks is None or ranks.is_first
 
     def bits(self) -> dict[str, Bits]:
-        """Of each parameter that its bits could tell from others."""
+        """The bits of each parameter that can be recognized by them: with two dims or more, and not constant."""
         shapes = {spec.name: spec.shape for _, layout in self.units for spec in layout.params}
         found = {}
         for held in self.held:
@@ -144,7 +144,7 @@ class ModelView:
         return replace(self, units=units, held=held, places=places)
 
     def inside(self, path: str) -> "ModelView":
-        """The view with the names that a model with this one at a path has; the input and output remain those of this one."""
+        """The view with the names of a model that has this one at a path; the root's input and output keep their name."""
 
         def new(name: str) -> str:
             return f"{path}.{name}" if name else path
@@ -167,7 +167,7 @@ class ModelView:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What the user states of a model.
+    """What the user states about a model.
 
     Attributes:
         units: of a model that nothing shards (`torch_backend.recorder._module_tree.choose_units`).
@@ -210,11 +210,11 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[
         for bucket in engine.buckets
         for spec, where in zip(bucket.layout.params, bucket.places, strict=True)
     }
-    # Of a wrapper and what it wraps, which have one name, the latter; of a compiled model what is around it.
+    # A wrapper and the wrapped module have one name: the latter counts. Inside a compiled model, no module does.
     by_name = {place.name: place.module for place in places if not place.compiled}
     units = {bucket.unit: [""] if engine.reads_all_at_once else bucket.modules for bucket in engine.buckets}
     entries: dict[nn.Module, tuple[str, ...]] = {}
-    # What is gathered inside of a compiled module cannot be read.
+    # Parameters that are gathered inside a compiled module cannot be read.
     hidden = set() if engine.reads_all_at_once else {place.name for place in places if place.compiled}
     for unit, names in units.items():
         for name in names:
@@ -269,7 +269,7 @@ def _engine_of(
 
 
 def _held(bucket: Bucket, shard: int, *, gathered: bool) -> Iterator[Held]:
-    """This rank's pieces, where the layout says they lie."""
+    """This rank's pieces according to the layout."""
     pieces = {piece.name: piece for piece in bucket.layout.pieces(shard)}
     for i, spec in enumerate(bucket.layout.params):
         piece = pieces.get(spec.name)

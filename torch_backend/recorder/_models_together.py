@@ -1,5 +1,8 @@
-"""What a script trains together, each by an optimizer of its own or several by one, as one model: a generator and a
-discriminator, the two generators of a cycle, or tensors that no module has: a temperature, an image, a scene."""
+"""Combines the modules and tensors that a script trains, with one optimizer or several, into one model.
+
+Examples are a generator and a discriminator, the two generators of a cycle, and tensors outside of modules: a temperature, an
+image, a scene.
+"""
 
 import gc
 import sys
@@ -13,7 +16,7 @@ from crossframe.scripts import held_in
 from torch_backend.recorder._module_tree import LARGEST_IN_FULL, lacks_forward, named_buffers
 
 _MOST_BESIDE = 4
-"""Of modules beside the model, the largest multiple of its elements that is recorded."""
+"""Modules beside the model are recorded if they have at most this many times its elements."""
 
 
 class ModelsTogether(nn.Module):
@@ -29,16 +32,17 @@ class ModelsTogether(nn.Module):
 
 
 def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], callers: Set[int]) -> nn.Module | None:
-    """One model of the modules that have the parameters of all optimizers and no other trained ones, and of the tensors among
-    these that no module has. Of such tensors alone, the model has the module that is being called too.
+    """Combine the modules that have the parameters of all optimizers, and no other trained ones, with the parameters that are in
+    no module. If no parameter is in a module, the module that is being called is added.
 
     Args:
         part: a module that is being called; None: backward begins, and no module has been called.
         wanted: the parameters of all optimizers by their ids.
         callers: the ids of modules of which a method is being called.
 
-    Returns None if modules have some of these parameters and others that are trained by nobody, if `part` is in none of the
-    modules, and if it is part of a single one that has a forward of its own and does not call the part by a method.
+    Returns:
+        None if a module has some of these parameters and others that no optimizer trains, if `part` is in none of the modules, or
+        if it is in a single one that has a forward and does not call it in another method.
     """
     modules = list(made_modules())
     found = _outermost([each for each in modules if _is_trained(each, wanted.keys())])
@@ -56,9 +60,11 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
 
 
 def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that variables of the script hold beside the model, such as a teacher or a loss with state, by the names of the
-    variables. A module that has the model inside is one of them if it has further tensors. Left out is what is much larger than
-    the model, such as a frozen backbone."""
+    """The modules that the script's variables hold beside the model, such as a teacher or a loss with state, by variable.
+
+    A module that contains the model is one of them if it has further tensors. Modules much larger than the model, such as a
+    frozen backbone, are left out.
+    """
     own, variables = [one for model in models for one in model.modules()], _variables()
     most = _MOST_BESIDE * sum(param.numel() for model in models for param in model.parameters())
     named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
@@ -75,7 +81,7 @@ def _ids_of(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def made_modules() -> Iterator[nn.Module]:
-    """All modules but those that are being made, or whose __init__ failed, of which nothing can be asked."""
+    """All modules, except those whose __init__ has not finished or has failed: they have no attributes to read."""
     objects, classes = gc.get_objects(), _subclasses(nn.Module)
     for each in compress(objects, map(classes.__contains__, map(type, objects))):  # of millions of objects
         if "_modules" in vars(each):
@@ -87,21 +93,20 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:
-    """Whether optimizers have parameters of a module, and all that require gradients; frozen ones may be theirs or not."""
+    """Whether optimizers have some parameters of a module, among them all that require gradients. Frozen ones may be missing."""
     trains = {id(param): param.requires_grad for param in module.parameters()}
     return not wanted.isdisjoint(trains) and wanted >= {each for each, requires_grad in trains.items() if requires_grad}
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are inside of no other one."""
+    """The modules that are inside no other one."""
     inside = {id(one) for each in modules for one in each.modules() if one is not each}
     return [each for each in modules if id(each) not in inside]
 
 
 def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Tensor]:
-    """Modules and tensors by the variables of the script that hold them, or attributes of these. Otherwise by their classes, and
-    tensors by their number; in the order of these names, since that in which modules are found is not that in which they were
-    made."""
+    """Name modules and tensors after the script's variables or attributes that hold them, else modules after their class and
+    tensors by number. The names are sorted, since the garbage collector lists modules in any order."""
     variables = _variables()
     found: dict[str, nn.Module | Tensor] = {}
     for i, member in enumerate(members):
@@ -113,7 +118,7 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
 
 
 def _variables() -> dict[int, str]:
-    """The variables of the script that hold modules and tensors, or attributes of these, by the ids of what they hold."""
+    """The names of the script's variables and attributes that hold modules or tensors, by the id of the value."""
     variables: dict[int, str] = {}
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -125,7 +130,7 @@ def _variables() -> dict[int, str]:
 
 
 def _held_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A variable that is a module or tensor, or what it holds, with names."""
+    """A variable that is a module or tensor, or else what it holds, with names."""
     if not isinstance(value, nn.Module | Tensor):
         yield from held_in(name, value)
     elif name != "self":

@@ -1,7 +1,7 @@
 """Observes forward and backward: batches, activations, unsharded parameters, and a rank's own gradients.
 
-[Note: recomputation] Activation checkpointing runs modules a second time, inside the backward. What they do then was recorded
-when they ran first. Gradients are taken either way: hooks of tensors fire where autograd delivers, once for each use.
+[Note: recomputation] Activation checkpointing runs modules a second time, inside backward. The second run is not recorded.
+Gradients are: tensor hooks fire wherever autograd delivers a gradient, once for each use.
 """
 
 from collections import OrderedDict, deque
@@ -29,29 +29,29 @@ from torch_backend.recorder._pipeline import infers_shapes
 
 
 class Sink:
-    """Who is told, during a step."""
+    """The callbacks of a `Watch` during a step."""
 
     def begins(self, inputs: list[Tensor]) -> None:
         """The first forward of a model is about to begin, with these inputs."""
 
     def forward_begins(self) -> None:
-        """A forward begins. Nothing of the model has run since the last step but evaluations."""
+        """A forward begins. Since the last step, the model has run in evaluations alone."""
 
     def batch(self, tensors: list[Tensor], mask: int | None) -> None:
-        """A microbatch begins: what forward was given, and the index of the mask in it."""
+        """A microbatch begins, with these inputs of forward and the index of the mask among them."""
 
     def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
-        """The first floating tensor that a module was given, or gave, and the operator that computed it ("": not known)."""
+        """The first floating tensor in the input or output of a module, and the operator that computed it ("": not known)."""
 
     def unsharded(self, unit: str, name: str, value: Tensor) -> None:
-        """A parameter as forward sees it."""
+        """An unsharded parameter, as forward reads it."""
 
     def ends(self, output: Any) -> None:
-        """A forward that is watched has ended."""
+        """A watched forward has ended."""
 
 
 class _Engine(Observer):
-    """Keeps what our engine tells of one step."""
+    """Collects the events and local gradients that our engine reports in one step."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -68,14 +68,13 @@ class _Engine(Observer):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What the recorder itself computes is no part of the run: it has no history, and perturbed runs do not round it
-    otherwise."""
+    """A context for the recorder's own computations: without autograd history, and without other rounding in perturbed runs."""
     with torch.no_grad(), _disable_current_modes():
         yield
 
 
 class Hook:
-    """A hook of a module that belongs to this model alone: in a copy of the model, and in a file, it does nothing."""
+    """A module hook that does nothing in copies of the model and in files."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
@@ -101,7 +100,7 @@ _IDS_OF_HOOKS = (
 
 @contextmanager
 def hooks_left_out() -> Iterator[None]:
-    """A context in which copies and files of modules have no `Hook`, so that what a recorded script saves loads elsewhere, and
+    """A context in which copies and files of modules have no `Hook`, so that checkpoints of a recorded script load elsewhere, and
     with `weights_only`."""
     own = nn.Module.__dict__.get("__getstate__")
 
@@ -118,14 +117,14 @@ def hooks_left_out() -> Iterator[None]:
 
 
 def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
-    """The index of `attention_mask`, of keyword arguments or of a batch, among tensors: models know padding by this name."""
+    """The index among tensors of `attention_mask`, the name of the mask in keyword arguments and batches of language models."""
     mask = named.get("attention_mask") if isinstance(named, Mapping) else None
     return next((i for i, each in enumerate(tensors) if each is mask), None)
 
 
 def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
-    """The model, or if it lacks a forward or is called in parts all modules in it that have one, but none inside of a compiled
-    one: which of them the script calls shows when it does."""
+    """The modules that the script may call: the model, or if it lacks a forward or is called in parts, all modules in it that
+    have one, except those inside compiled ones."""
     if not (in_parts or lacks_forward(model)):
         return [model]
     found: dict[nn.Module, None] = {}
@@ -138,11 +137,11 @@ def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work: a forward is then a recomputation."""
+    """Whether autograd runs backward: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
-# As many states of recurrent models are remembered: two for each of the last microbatches.
+# The number of states of recurrent models that are remembered: two for each of the last microbatches.
 _NUM_STATES = 32
 
 
@@ -166,7 +165,7 @@ class Watch:
         self._handles: list[Any] = []
         self._engine = _Engine()
         self._grads: dict[str, Tensor] = {}
-        # By id the parameters, as forward read them, whose gradients are listened for; and what of the step was told.
+        # By id the parameters that have a gradient hook, as forward read them; and the parameters of the step that were reported.
         self._hooked: dict[int, Tensor] = {}
         self._reported: set[str] = set()
         # Ids of the parameters whose optimizers have stepped.
@@ -174,7 +173,7 @@ class Watch:
         # Names of parameters whose gradients on this rank are also those of other ranks' batches.
         self._of_other_batches: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
-        # What the sink is told of a forward in the other mode if backward follows; None: the last one was in the usual mode.
+        # Reports of a forward in the other mode, sent if backward follows; None: the last forward was in the usual mode.
         self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         self._before: tuple[set[str], set[tuple[int, str, str]]] = set(), set()
         self._awaits_backward = False
@@ -190,7 +189,7 @@ class Watch:
         self._has_no_batch = False
         self.is_dense = False
         self.microbatches = 0
-        # These stay. The model begins before whatever shards it does, and what it then is given and gives is seen behind that.
+        # These hooks stay. The model's own run before those of whatever shards it, and those of the root after them.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
         self._model, self._called = model, _called(model, in_parts=in_parts)
@@ -205,18 +204,18 @@ class Watch:
         return self._has_no_batch or not self.expects_forward
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self._drop()
         for handle in self._own:
             handle.remove()
         self._own = []
 
     def begin_step(self, view: ModelView, *, collects: bool, is_dense: bool) -> None:
-        """Forget the last step, and watch the next one this closely.
+        """Forget the last step, and watch the next one.
 
         Args:
-            collects: whether our engine's collectives are wanted.
-            is_dense: whether all else is, too.
+            collects: whether to collect our engine's collectives.
+            is_dense: whether to report activations, unsharded parameters and local gradients too.
         """
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
@@ -229,7 +228,7 @@ class Watch:
             for module, name in view.watched.items():
                 if module is not self._root:
                     self._handles += self._around(module, name)
-        for part in self._called:  # after what tells their output
+        for part in self._called:  # after the hooks that report their output
             self._handles.append(part.register_forward_hook(Hook(self._model_ends), always_call=True))
 
     def events(self) -> list[Event]:
@@ -237,7 +236,7 @@ class Watch:
         return self._engine.events
 
     def updates(self, params: Sequence[Tensor]) -> None:
-        """An optimizer is about to step: what comes after that is no gradient of this step, but of the turn of another one."""
+        """An optimizer is about to step. Later gradients of its parameters belong to the turn of another optimizer."""
         self._updated.update(map(id, params))
 
     @property
@@ -245,8 +244,8 @@ class Watch:
         return self._view is not None and self._view.mesh.shard == 1
 
     def local_grads(self) -> dict[str, dict[str, Tensor]]:
-        """By unit and parameter what this rank's batch gave, all microbatches added up. Where a unit has any, those of its
-        trained parameters that nothing reached are zeros."""
+        """The gradients of this rank's batch by unit and parameter, summed over microbatches. In a unit with gradients, trained
+        parameters without one have zeros."""
         view = self._view
         assert view is not None
         if view.engine.names is not None:
@@ -278,7 +277,7 @@ class Watch:
             observers.remove(self._engine)
 
     def _around(self, module: nn.Module, name: str) -> list[Any]:
-        """Hooks that tell a module's input and output while steps are dense."""
+        """Hooks that report a module's input and output at dense steps."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_dense and in_backward():
@@ -297,7 +296,7 @@ class Watch:
         ]
 
     def _enter(self, module: nn.Module, name: str | None = None, given: Any = ()) -> None:
-        """A module is called: its parameters are read, and its input if it has a name."""
+        """A module is called: report its parameters, and its input if it has a name."""
         with quietly():
             self._read(module)
             if name is not None:
@@ -320,7 +319,7 @@ class Watch:
         )
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-        """(unit, name, value) of every parameter that can be read in full once this module begins, at all its places."""
+        """(unit, name, value) of every parameter that can be read in full when this module begins, for each registration."""
         view = self._view
         assert view is not None
         for unit in view.entries.get(module, ()):
@@ -335,7 +334,7 @@ class Watch:
                 self._report(self._sink.unsharded, unit, name, value.detach())
 
     def _listen(self, module: nn.Module) -> None:
-        """Let the gradients of parameters be taken where no engine tells them."""
+        """Add hooks for the gradients of parameters, unless our engine reports them."""
         assert self._view is not None
         if self._view.engine.names is not None:
             return
@@ -351,7 +350,7 @@ class Watch:
         def add(grad: Tensor) -> None:
             if id(value) in self._updated:
                 return
-            # What came before the turn of another optimizer, and was set to None since, is no gradient of this step.
+            # A gradient from before the turn of another optimizer that was set to None since does not count.
             if self._updated and self._is_unsharded and value.grad is None:
                 self._grads.pop(name, None)
             with quietly():
@@ -391,7 +390,7 @@ class Watch:
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """A part of a model that is called in parts is called. All calls until backward are one forward of the model."""
+        """The script calls a part of the model. All calls until backward are one forward of the model."""
         if self._outermost is not None:
             return
         self._outermost = None if in_backward() else part
@@ -408,7 +407,7 @@ class Watch:
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
     def backward_begins(self) -> None:
-        """The last forward was one of training, whatever its mode."""
+        """Backward begins: the last forward was one of training, whatever its mode."""
         if not (self.expects_forward or self._awaits_backward):
             self._sink.begins([])
             self.microbatches += 1
@@ -420,7 +419,7 @@ class Watch:
             function(*args)
 
     def _withdraw(self) -> None:
-        """The last forward was an evaluation, if nothing went back through it."""
+        """Drop the reports of the last forward if no backward followed: it was an evaluation."""
         if self._withheld is not None:
             self._withheld = None
             self.microbatches -= 1
@@ -445,8 +444,8 @@ class Watch:
                 self._sink.ends(output)
 
     def _is_carried(self, tensor: Tensor) -> bool:
-        """Whether this input is no sample: it was computed from the model's parameters, or the model returned it earlier, as the
-        state of a recurrent one. The script may have copied it, as `torch.cat` does."""
+        """Whether an input is not a sample: it was computed from the model's parameters, or the model returned it earlier, as a
+        recurrent state. The script may have copied it, as by `torch.cat`."""
         if tensor.requires_grad and _depends_on(tensor, {id(param) for param in self._root.parameters()}):
             return True
         if any(storage.cdata == _storage_of(tensor) for storage in self._given):
@@ -454,7 +453,7 @@ class Watch:
         return any(_is_same(state, tensor) for state in self._states)
 
 
-# Nodes of autograd's graph that move or cast values, and compute none.
+# Nodes of autograd's graph that only move or cast values.
 _MOVES = frozenset(
     (
         *(
@@ -476,7 +475,7 @@ _MOST_MOVES = 16
 
 
 def operator_of(value: Tensor) -> str:
-    """The name of the operator that computed a tensor, as autograd's graph has it; "" if the tensor has no history."""
+    """The name in autograd's graph of the operator that computed a tensor; "" if the tensor has no history."""
     node: Any = value.grad_fn
     for _ in range(_MOST_MOVES):
         if node is None:
@@ -523,12 +522,12 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it lies here as a whole, element by element."""
+    """Whether a tensor is dense, and whole on this rank."""
     return tensor.layout == torch.strided and not isinstance(tensor, DTensor) and not tensor.is_meta
 
 
 def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
-    """Add a gradient to what has come before it: in float32 at least, where there are several."""
+    """Add a gradient to the sum of earlier ones, in float32 or wider."""
     grad = as_real(grad.detach().to_dense() if grad.is_sparse else grad.detach())
     if name not in sums:
         sums[name] = grad.clone()

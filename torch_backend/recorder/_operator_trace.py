@@ -31,7 +31,7 @@ from torch_backend.recorder._module_tree import named_modules
 _SAME_VALUES = packets("""
     detach alias lift_fresh is_pinned _local_scalar_dense record_stream empty empty_like empty_strided new_empty new_empty_strided
 """)
-"""Operators that only pass values on, or give none."""
+"""Operators that only pass values on, or return none."""
 _USER_CODE = UserCode("torch")
 
 
@@ -94,7 +94,7 @@ class OperatorTrace(TorchDispatchMode):
         self._stack.close()
 
     def trace(self) -> Trace:
-        """What was noted."""
+        """The trace so far."""
         return Trace(self._operators, self._results)
 
     def write(self) -> None:
@@ -104,7 +104,7 @@ class OperatorTrace(TorchDispatchMode):
     # Where the run is
 
     def result(self, tensor: Tensor) -> None:
-        """A value that the part is for, such as the loss."""
+        """Add a result of the part, such as the loss."""
         if self.active and self.request.phase == FORWARD:
             with quietly():
                 self._results.append(self._signature(tensor))
@@ -149,14 +149,14 @@ class OperatorTrace(TorchDispatchMode):
     # Operators
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Whether torch compiles functions in this mode, too: what they compute is then judged by itself."""
+        """Whether torch compiles functions in this mode too. Their operators are then judged separately."""
         return self.request.compiled
 
     def _judges_graphs(self) -> bool:
         return self.active and not in_backward() and self._is_asked_for(FORWARD, self._here)
 
     def _add_compiled(self, found: CompiledOperator) -> None:
-        """An operator inside of a compiled module; its place is told from where the module was called."""
+        """Add an operator inside a compiled graph, whose path begins at the module that calls the graph."""
         module = ".".join(part for part in (self._here, found.module) if part)
         inputs, outputs = (tuple(map(self._signature, each)) for each in (found.inputs, found.outputs))
         index = len(self._operators)
@@ -231,14 +231,14 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_repeatable(func: Any) -> bool:
-    """Whether an operator computes something, the same each time, from tensors of its own."""
+    """Whether an operator computes the same result each time, from its own tensors alone."""
     return not (
         torch.Tag.nondeterministic_seeded in func.tags or func.namespace == "c10d" or "_foreach" in func.__name__
     )
 
 
 def _rows(func: Any, args: tuple, kwargs: dict) -> list[list[Tensor]]:
-    """The tensors that an operator is given. One that goes over lists counts as one operator for each element of the lists."""
+    """The tensors that an operator reads. A foreach operator counts as one operator for each element of its lists."""
     names = [each.name for each in func._schema.arguments]
     given = [value for name, value in [*zip(names, args, strict=False), *kwargs.items()] if not _is_buffer(func, name)]
     lists = [each for each in given if _is_list(each)]
@@ -249,7 +249,7 @@ def _rows(func: Any, args: tuple, kwargs: dict) -> list[list[Tensor]]:
 
 
 def _is_buffer(func: Any, name: str) -> bool:
-    """Whether a collective writes its result there, whatever it held."""
+    """Whether an argument is the output buffer of a collective, whose old content does not matter."""
     return func.namespace == "c10d" and name.startswith("output")
 
 
@@ -270,7 +270,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
-    """What an operator was given besides tensors."""
+    """The arguments of an operator that are not tensors, as text."""
     names = [argument.name for argument in func._schema.arguments]
     texts = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
@@ -286,7 +286,7 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
 
 
 def _user_line() -> SourceLine | None:
-    """The innermost line of the user's on the stack."""
+    """The innermost line of the user's code on the stack."""
     return _USER_CODE.innermost(_frames())
 
 

@@ -28,8 +28,8 @@ class Partition:
     """How ranks divide one parameter.
 
     Attributes:
-        ranks: that have parts, in order.
-        dim: that is divided. stride: the number of runs, of which a rank has a part each.
+        ranks: those that have parts, in order.
+        dim: the divided dim. stride: the number of runs along it; a rank has a part of each run.
     """
 
     ranks: Communicator
@@ -71,12 +71,12 @@ class Divided:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How ranks have a parameter of a flat or ragged layout, or one inside a flat parameter: a range of elements each.
+    """How ranks divide a parameter of a flat or ragged layout, or one inside a flat parameter: each has a range of elements.
 
     Attributes:
         ranks: the shard group; None: this rank alone.
-        ranges: by rank the elements, the parameter taken as one row-major line.
-        part: where they lie in this rank's tensor; None: it has no others.
+        ranges: the elements of each rank, in the flattened parameter.
+        part: the range in this rank's tensor; None: it has no other elements.
         shape: of the parameter; under tensor parallelism of this rank's part of it.
         spec: the DTensor of which it is the local part; None: it is whole.
         partition: how ranks divide it without a DTensor; None: it is whole.
@@ -128,7 +128,7 @@ class Pieces:
         self._here(param).copy_(full.reshape(-1)[start:stop])
 
     def complete(self, own: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """What any rank has of a parameter, by name. A rank without elements may have none: of tensors it has empty ones."""
+        """The values of a parameter that any rank has, by name. On a rank without them, tensors are empty."""
         if self.ranks is None:
             return dict(own)
         every = self.ranks.gather_objects({k: None if isinstance(v, Tensor) else v for k, v in own.items()})
@@ -172,7 +172,7 @@ def parts_of_dtensors(params: Mapping[str, Tensor]) -> dict[str, Pieces]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: a sparse gradient, as that of an embedding, with its zeros, complex numbers as pairs."""
+    """This rank's part of a tensor. Sparse gradients, as of embeddings, become dense; complex numbers become pairs."""
     if isinstance(tensor, PieceTensor):
         return tensor.local
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -158,10 +158,11 @@ class Pipeline:
         return len(every) > len({*every})
 
     def units(self, own: Sequence[Units], copies: Copies) -> Units:
-        """Those of all stages, in order.
+        """The units of all stages, in order.
 
         Args:
-            own: of this rank's stages. copies: of which the first counts.
+            own: those of this rank's stages.
+            copies: the parameters that count for their first stage only.
         """
         found: Units = ()
         owned: set[str] = set()
@@ -174,7 +175,7 @@ class Pipeline:
         return found
 
     def of_first_stage(self, own: Any) -> Any:
-        """What the rank with the first stage has. Every rank calls it."""
+        """The value of the rank with the first stage. Every rank calls it."""
         every = self._ranks.gather_objects((self.is_first, own))
         return next(each for is_first, each in every if is_first)
 
@@ -216,12 +217,12 @@ def _without(layout: Any, names: set[str]) -> Layout | None:
 
 
 class FirstWriter(RecordingWriter):
-    """The writer of the first stage. Compares what later stages have of tied weights with the values of the first one."""
+    """The writer of the first stage. Compares tied weights of later stages with those of the first one."""
 
     def __init__(self, directory: str | Path, manifest: Manifest, rank: int, copies: Copies) -> None:
         super().__init__(directory, manifest, rank)
         self._copies = copies
-        # By phase, entry of the optimizer state and parameter what came in this step.
+        # The pieces of tied weights in this step, by phase, entry of the optimizer state and parameter.
         self._first: dict[tuple[str, str, str], list[Any]] = {}
 
     def _put(self, phase: str, step: int, unit: str, pieces: Any, slot: str = "") -> None:
@@ -248,7 +249,7 @@ class FirstWriter(RecordingWriter):
             self.disagreement(step, phase, self._units[name], name, slot, difference, self._copies.axis, [rank])
 
     def counts(self, step: int, counts: Mapping[str, float]) -> None:
-        """Record them, of tied weights once."""
+        """Record the counts, once for tied weights."""
         known = self._first.setdefault(("count", "", ""), [])
         super().counts(step, {name: value for name, value in counts.items() if name not in known})
         known.extend(counts)
@@ -289,7 +290,7 @@ class StageWriter(SilentWriter):
     disagreement = _keeps("disagreement")
 
     def taken(self) -> Iterator[Call]:
-        """The calls so far, which it keeps no longer."""
+        """The calls so far. Forgets them."""
         calls, self.calls = self.calls, []
         yield from calls
 
@@ -302,7 +303,7 @@ def replay(writer: RecordingWriter, step: int, calls: Sequence[Call]) -> None:
 
 
 def infers_shapes() -> bool:
-    """Whether the forward that begins is none of training: torch's stages run one on uninitialised tensors to learn shapes."""
+    """Whether the forward that begins is torch's shape inference, which runs stages on uninitialised tensors."""
     frame = sys._getframe(1)
     while frame is not None:
         if (

@@ -1,4 +1,4 @@
-"""Passes a rank's pieces to the writer of a recording, as values or as sketches."""
+"""Passes a rank's tensors to the writer of a recording, as values or as sketches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -115,7 +115,7 @@ class Keeper:
         self.writer.unsharded(step, unit, {name: self._whole(full(value, self._partitions.get(name)))})
 
     def batch(self, step: int, tensors: Sequence[Tensor]) -> None:
-        """Record whether the model ranks are given other batches. The later stages of a pipeline are given none."""
+        """Record a disagreement if the model ranks have different batches. The later stages of a pipeline have none."""
         view = self._view
         if (ranks := view.engine.tensor_ranks) is None:
             return
@@ -220,7 +220,7 @@ class Keeper:
         return pieces
 
     def _compare(self, step: int, held: Held, tensors: Mapping[str, Tensor]) -> None:
-        """Record what model ranks have of one parameter if it is not the same on all.
+        """Record a disagreement if a parameter is not the same on all model ranks.
 
         Args:
             tensors: by phase, or after a step by the entry of the optimizer state, "" the parameter.
@@ -249,7 +249,7 @@ class Keeper:
 
 
 def _complete(held: Held, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is of a parameter's gradient or state, by name. Where ranks have pieces of it, other ranks' too."""
+    """The gradient or state of a parameter, by name. Where ranks have pieces of it, also entries that only other ranks have."""
     own = {k: v for k, v in own.items() if v is not None}
     if not isinstance(held.partition, PiecesOfRanks):
         return own

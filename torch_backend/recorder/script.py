@@ -55,7 +55,8 @@ _USE_RECORDER = """record from inside the script:
             ...                # forward, backward, update: as before
             recorder.step()"""
 _MOST_UPDATES = 100
-"""Of one parameter in a step of all. Critics of the first Wasserstein GANs take so many for one of the generator."""
+"""Updates of a parameter before all parameters are updated. Critics of the first Wasserstein GANs have as many for one of the
+generator."""
 
 
 class ScriptRecorder:
@@ -241,7 +242,7 @@ class ScriptRecorder:
         return own, [optimizer for optimizer in self._held() if own >= _params_of(optimizer)]
 
     def _held(self) -> list[Optimizer]:
-        """The optimizers that the script has made and still has."""
+        """The optimizers that the script has made and not freed."""
         return [optimizer for ref in self._made if (optimizer := ref()) is not None]
 
     def _together(self, part: nn.Module | None, mine: Sequence[Optimizer]) -> nn.Module | None:
