@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -51,9 +52,7 @@ def _ids_of_leaves(held: Any) -> set[int]:
 
 def _frames() -> Iterator[FrameType]:
     """The frames of the script, the outermost last."""
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        frame = above
+    for frame, _ in walk_stack(sys._getframe()):
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             yield frame
 

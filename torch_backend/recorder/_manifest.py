@@ -200,18 +200,17 @@ def created(options: RunOptions, manifest: Manifest, view: ModelView) -> Manifes
     subjects = [(f"unit {unit['name']!r}", {"layout": str(unit)}) for unit in fields["units"]]
     run = {name: str(fields[name]) for name in ("model", "dtype", "mesh", "schedule", "detail", "learning_rate")}
     try:
-        if view.rank == 0 and view.writes:
+        if view.creates:
             create_recording(path, manifest, overwrite=options.overwrite)
         agree(view.groups, _TITLE, [("run", run), *subjects], advice="record the same run on every rank")
-        made = manifest if view.rank == 0 and view.writes else Manifest.read(path)
+        made = manifest if view.creates else Manifest.read(path)
         advice = (
             "another job has begun to record into the same directory, or ranks see different disks; record into another"
         )
         agree(view.groups, _TITLE, [(f"{path / MANIFEST_NAME}", {"token": made.token})], advice=advice)
         return made
     except Exception as error:
-        if (
-            view.rank == 0 and view.writes and not isinstance(error, RuntimeError)
-        ):  # not an error that the other ranks already have
+        # A RuntimeError, as AgreementError is one, is raised on the other ranks too.
+        if view.creates and not isinstance(error, RuntimeError):
             withdraw(view.groups, _TITLE, error)
         raise

@@ -113,6 +113,11 @@ class ModelView:
         return self.speaks and self.stage == 0
 
     @property
+    def creates(self) -> bool:
+        """Whether this rank creates the recording."""
+        return self.writes and self.rank == 0
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank is the one of its model ranks that writes, or sends to the first stage."""
         ranks = self.engine.model_ranks

@@ -8,6 +8,7 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import compress
+from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,8 +121,7 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
 def _variables() -> dict[int, str]:
     """The names of the script's variables and attributes that hold modules or tensors, by the id of the value."""
     variables: dict[int, str] = {}
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+    for frame, _ in walk_stack(sys._getframe(1)):
         for name, value in frame.f_locals.items():
             for inner, held in _held_by(name, value):
                 if isinstance(held, nn.Module | Tensor):

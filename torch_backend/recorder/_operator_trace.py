@@ -1,9 +1,9 @@
 """Traces the operators of a part of a step in a second run. crossframe.operators defines the trace."""
 
-import inspect
-from collections.abc import Iterator
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from traceback import walk_stack
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from crossframe.alignment.module_names import is_in
 from crossframe.operators import Operator, Request, Signature, SourceLine, Trace, signature_of
 from crossframe.operators.request import TRACE_NAME
-from crossframe.operators.source import Frame, UserCode
+from crossframe.operators.source import UserCode
 from crossframe.operators.trace import MOST_OPERATORS
 from crossframe.quoting import quote
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
@@ -287,11 +287,5 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> str:
 
 def _user_line() -> SourceLine | None:
     """The innermost line of the user's code on the stack."""
-    return _USER_CODE.innermost(_frames())
-
-
-def _frames() -> Iterator[Frame]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
+    stack = walk_stack(sys._getframe())
+    return _USER_CODE.innermost((frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -304,12 +305,7 @@ def replay(writer: RecordingWriter, step: int, calls: Sequence[Call]) -> None:
 
 def infers_shapes() -> bool:
     """Whether the forward that begins is torch's shape inference, which runs stages on uninitialised tensors."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (
-            frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
-            and "inference" in frame.f_code.co_name
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(
+        frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage" and "inference" in frame.f_code.co_name
+        for frame, _ in walk_stack(sys._getframe(1))
+    )

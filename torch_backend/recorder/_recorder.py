@@ -336,8 +336,8 @@ class Recorder(Listener):
             self._pending.add(values)
             self._is_unwritten = records and self._reads_buffers_late
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
-            has_many = len(self._pending) >= _MOST_PENDING or not self._on_accelerator
-            if (records or judges or has_many) and not self._is_unwritten:
+            is_due = records or judges or len(self._pending) >= _MOST_PENDING or not self._on_accelerator
+            if is_due and not self._is_unwritten:
                 self._write_pending()
             self.current_step += 1
             if self._trace is not None and self.current_step > self._trace.request.step:
@@ -354,7 +354,7 @@ class Recorder(Listener):
             self._optimizers.append(optimizer)
 
     def open_window(self, num_steps: int) -> None:
-        """Record the next `steps` steps densely. All ranks must call it at the same step.
+        """Record the next `num_steps` steps densely. All ranks must call it at the same step.
 
         Raises:
             UsageError: an invalid number of steps, or a call during a step.
@@ -441,20 +441,20 @@ class Recorder(Listener):
             self._open.loss_scale = float(scaler.get_scale())
 
     def clips(self, params: Sequence[Tensor] | None) -> None:
-        if self._has_begun and (params is None or self._has_any(params)):
+        if self._has_begun and self._has_any(params):
             with quietly():
                 self._keep_grads(params)
 
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
-        if self._has_begun and (params is None or self._has_any(params)):
+        if self._has_begun and self._has_any(params):
             self._open.norm = norm.detach().clone()
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         with quietly():
             self._begun()
             if self._has_any(params_of(optimizer)):
-                if not self._are_given and optimizer not in self._optimizers:
-                    self._optimizers.append(optimizer)
+                if not self._are_given:
+                    self.follow(optimizer)
                 for part in self._parts:
                     part.watch.updates(params_of(optimizer))
                 self._open.steps(optimizer, self._parts[0].watch.microbatches)
@@ -475,8 +475,9 @@ class Recorder(Listener):
     def _views(self) -> list[ModelView]:
         return [part.view for part in self._parts if part.view is not None]
 
-    def _has_any(self, params: Sequence[Tensor]) -> bool:
-        return any(id(param) in keeper.params for keeper in self._keepers for param in params)
+    def _has_any(self, params: Sequence[Tensor] | None) -> bool:
+        """Whether any of these parameters belong to the model; None stands for all of the model."""
+        return params is None or any(id(param) in keeper.params for keeper in self._keepers for param in params)
 
     def _begun(self, inputs: Sequence[Tensor] = ()) -> RecordingWriter:
         """The writer of the first part. The recording starts on first use, with these inputs of the model, if they are known."""
@@ -515,13 +516,12 @@ class Recorder(Listener):
             else:
                 kind = RecordingWriter if view.writes else StageWriter if view.speaks else SilentWriter
                 writer = kind(self._options.path, manifest, view.rank)
-            part.keeper = Keeper(
-                part.model, view, writer, self._beside if part is self._parts[0] else {}
-            )  # which closes the writer if the next line fails
+            # The keeper comes first: it closes the writer if the next line fails.
+            part.keeper = Keeper(part.model, view, writer, self._beside if part is self._parts[0] else {})
             writer.environment(environment_of(part.model, self._optimizers).to_bytes())
         for keeper in self._keepers:
             keeper.initial()
-        if self._monitor is not None and first.rank == 0 and first.writes:
+        if self._monitor is not None and first.creates:
             self._monitor.begin(self._options.path)
         self._begin_step()
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import torch
@@ -316,12 +317,11 @@ class ScriptRecorder:
 
 def _modules_in_calls() -> frozenset[int]:
     """The ids of modules of which a method is being called."""
-    found, frame = set(), sys._getframe(1)
-    while frame is not None:
+    found = set()
+    for frame, _ in walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_argcount and isinstance(first := frame.f_locals.get(code.co_varnames[0]), nn.Module):
             found.add(id(first))
-        frame = frame.f_back
     return frozenset(found)
 
 
