@@ -31,8 +31,8 @@ _value_and_grad = jax.value_and_grad
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A call of a differentiated function.
+class DifferentiatedFunction:
+    """A function that the script differentiates.
 
     Args:
         fun, argnums, has_aux, options: of `jax.value_and_grad`.
@@ -116,7 +116,7 @@ def _paths(tree: Any) -> dict[int, str]:
 def value_and_grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Any:
     """`jax.value_and_grad`."""
     real = _value_and_grad(fun, argnums, has_aux, **options)
-    step = Gradient(fun, argnums, has_aux, options)
+    step = DifferentiatedFunction(fun, argnums, has_aux, options)
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:

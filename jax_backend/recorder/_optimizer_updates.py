@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from crossframe.replacing import replacing, setting
-from jax_backend.recorder._gradients import Gradient
+from jax_backend.recorder._gradients import DifferentiatedFunction
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
@@ -54,7 +54,7 @@ def _unpacked(optimizer: optax.GradientTransformation) -> Iterator[Callable]:
 
 def value_and_grad_from_state(fun: Any) -> Any:
     """`optax.value_and_grad_from_state`, whose gradient is that of a condition: modules inside of it are not seen."""
-    real, step = _value_and_grad_from_state(fun), Gradient(fun, 0, False, {})
+    real, step = _value_and_grad_from_state(fun), DifferentiatedFunction(fun, 0, False, {})
 
     @functools.wraps(real)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
