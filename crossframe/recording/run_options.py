@@ -4,9 +4,8 @@ import importlib.metadata
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from crossframe.errors import UsageError
 from crossframe.layout import Layout
@@ -22,32 +21,27 @@ _AUTO = "auto"
 _NEVER = 10**9
 
 
-@dataclass(frozen=True)
 class RunOptions:
-    """Where a run is recorded, and how much of it.
+    """Where a run is recorded, and how much of it, from the arguments of a recorder.
+
+    Args:
+        directory, every, dense, windows, detail, steps, seed, perturbed_run, forward_only, overwrite, settings: of `Recorder`.
+        manifest: that of an existing recording in the directory, which determines what is recorded; None: a new recording.
+        trace_directory: the destination of a trace of operators, if the run is repeated for one. Its recording is not used.
 
     Attributes:
         path: the directory of the recording. That of a perturbed run is a folder inside the original run's.
-        schedule, steps, seed, settings: for the manifest.
-        detail: "full", "sketch", or "auto", which depends on the size of the model.
         perturbed_run: number of the perturbed run; 0: the original run.
-        forward_only: whether calls of a model are recorded, and no training.
+        schedule: the steps that are recorded.
         overwrite: replace an existing recording.
+
+    Raises:
+        UsageError: an invalid detail or number of the perturbed run.
+        RecordingError: an invalid schedule.
     """
 
-    path: Path
-    schedule: Schedule
-    detail: str
-    steps: int | None
-    seed: int | None
-    perturbed_run: int
-    forward_only: bool
-    overwrite: bool
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         directory: str | Path,
         *,
         every: int,
@@ -62,33 +56,25 @@ class RunOptions:
         settings: Mapping[str, Any] | None,
         manifest: Manifest | None,
         trace_directory: str | None,
-    ) -> Self:
-        """The options of a recorder, from its arguments.
-
-        Args:
-            manifest: that of an existing recording in the directory, which determines what is recorded; None: a new recording.
-            trace_directory: the destination of a trace of operators, if the run is repeated for one. Its recording is not used.
-
-        Raises:
-            UsageError: an invalid detail or number of the perturbed run.
-            RecordingError: an invalid schedule.
-        """
+    ) -> None:
         if detail not in (_AUTO, FULL, SKETCH):
             raise UsageError(f"Recorder: detail: expected 'auto', 'full' or 'sketch', got {detail!r}")
-        number = perturbed_run_number(perturbed_run)
-        path, schedule = Path(directory), Schedule(dense, every, tuple(windows))
+        self.perturbed_run, self.overwrite = perturbed_run_number(perturbed_run), overwrite
+        self.path, self.schedule = Path(directory), Schedule(dense, every, tuple(windows))
+        self._detail, self._steps, self._seed = detail, steps, seed
+        self._settings = ({FORWARD_ONLY: True} if forward_only else {}) | dict(settings or {})
         if manifest is not None:
-            schedule, detail = manifest.schedule, manifest.detail
+            self.schedule, self._detail = manifest.schedule, manifest.detail
         elif trace_directory is not None:
-            path, schedule, detail, overwrite = Path(trace_directory, "recording"), Schedule(0, _NEVER), SKETCH, True
-        elif number:
-            path = path / perturbed_run_folder(number)
-        return cls(path, schedule, detail, steps, seed, number, forward_only, overwrite, dict(settings or {}))
+            self.path, self.overwrite = Path(trace_directory, "recording"), True
+            self.schedule, self._detail = Schedule(0, _NEVER), SKETCH
+        elif self.perturbed_run:
+            self.path /= perturbed_run_folder(self.perturbed_run)
 
     def sketches(self, units: Iterable[tuple[str, Layout]]) -> bool:
         """Whether large tensors of a model of these units are recorded as sketches."""
         numel = sum(spec.numel for _, layout in units for spec in layout.params)
-        return self.detail == SKETCH or (self.detail == _AUTO and numel > FULL_NUMEL)
+        return self._detail == SKETCH or (self._detail == _AUTO and numel > FULL_NUMEL)
 
     def manifest(
         self,
@@ -110,15 +96,13 @@ class RunOptions:
         found = dict(stated) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: dict(program)}
         if self.perturbed_run:
             found["perturbed_run"] = self.perturbed_run
-        if self.forward_only:
-            found[FORWARD_ONLY] = True
         return Manifest(
             units=units,
             schedule=self.schedule,
-            steps=self.steps,
-            seed=self.seed,
+            steps=self._steps,
+            seed=self._seed,
             detail=SKETCH if self.sketches(units) else FULL,
             versions={name: importlib.metadata.version(name) for name in packages if name in sys.modules},
-            settings=found | dict(self.settings),
+            settings=found | self._settings,
             **fields,
         )

@@ -171,7 +171,7 @@ class Recorder:
         if forward_only and isinstance(params, ShardedParams):
             raise UsageError("forward_only: expected a pytree of arrays, got ShardedParams; unshard them first")
         self._request = Request.from_environment()
-        self._options = RunOptions.of(
+        self._options = RunOptions(
             directory,
             every=every,
             dense=dense,

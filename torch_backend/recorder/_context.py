@@ -5,7 +5,8 @@ losses as their mean. Gradients are those that the optimizers get. Each rank's o
 gradients are not recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,13 +53,17 @@ class Context:
             for i, microbatch in enumerate(every[0])
         ]
 
-    def _joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
         if parts[0].ndim <= _DIM:
             return parts[0]
-        if self._order == HEAD_TAIL:
-            halves = [np.array_split(part, 2, _DIM) for part in parts]
-            parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-        return np.concatenate(parts, _DIM)
+        return np.concatenate(self._in_order(parts, lambda part: np.array_split(part, 2, _DIM)), _DIM)
+
+    def _in_order(self, parts: list[Any], halves: Callable[[Any], Sequence[Any]]) -> list[Any]:
+        """The parts in the order of positions, those of HEAD_TAIL as halves."""
+        if self._order == RANK:
+            return parts
+        cut = [halves(part) for part in parts]
+        return [head for head, _ in cut] + [tail for _, tail in reversed(cut)]
 
     def whole(self, value: Tensor) -> Tensor | None:
         """An activation of whole sequences; None if its parts are not alike, or have no dim of positions."""
@@ -67,7 +72,4 @@ class Context:
         if value.ndim <= _DIM or any(shape != shapes[0] for shape in shapes):
             return None
         parts = list(self._ranks.gather_all(value))
-        if self._order == HEAD_TAIL:
-            halves = [part.chunk(2, _DIM) for part in parts]
-            parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
-        return torch.cat(parts, _DIM)
+        return torch.cat(self._in_order(parts, lambda part: part.chunk(2, _DIM)), _DIM)

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,19 +24,18 @@ _STATED_ELSEWHERE = ("processor", "python", SOURCE, ENVIRONMENT, "tf32", "matmul
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _BACKENDS: Any = torch.backends
 _CUDA: Any = torch.cuda
+_ATTRIBUTES = (
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cudnn.enabled",
+)
 _FLAGS: dict[str, Callable[[], Any]] = {
+    **{name: partial(attrgetter(name.removeprefix("torch.")), torch) for name in _ATTRIBUTES},
     "torch.backends.cuda.matmul.allow_tf32": allows_tf32_in_matmul,
     "torch.backends.cudnn.allow_tf32": allows_tf32_in_convolutions,
-    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": lambda: (
-        _BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction
-    ),
-    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": lambda: (
-        _BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction
-    ),
-    "torch.backends.cuda.matmul.allow_fp16_accumulation": lambda: _BACKENDS.cuda.matmul.allow_fp16_accumulation,
-    "torch.backends.cudnn.benchmark": lambda: _BACKENDS.cudnn.benchmark,
-    "torch.backends.cudnn.deterministic": lambda: _BACKENDS.cudnn.deterministic,
-    "torch.backends.cudnn.enabled": lambda: _BACKENDS.cudnn.enabled,
     "torch.get_float32_matmul_precision": matmul_precision,
     "torch.get_default_dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
     "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,

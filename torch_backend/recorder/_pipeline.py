@@ -153,9 +153,7 @@ class Pipeline:
         Args:
             own: of each of this rank's stages the names of parameters that are no copies of those of earlier ones.
         """
-        every = [
-            name for of_rank in self._ranks.gather_objects([*map(list, own)]) for names in of_rank for name in names
-        ]
+        every = self._all_names(own)
         return len(every) > len({*every})
 
     def units(self, own: Sequence[Units], copies: Copies) -> Units:
@@ -186,8 +184,11 @@ class Pipeline:
         Args:
             own: those of each of this rank's stages.
         """
+        return tuple(dict.fromkeys(self._all_names(own)))
+
+    def _all_names(self, own: Sequence[Iterable[str]]) -> list[str]:
         every = self._ranks.gather_objects([*map(list, own)])
-        return tuple(dict.fromkeys(name for of_rank in every for names in of_rank for name in names))
+        return [name for of_rank in every for names in of_rank for name in names]
 
     def gather(self, loss: float, calls: Mapping[int, Iterable[Call]]) -> tuple[float, list[Call]]:
         """(the loss of the last stage, the calls of the stages after the first, in order). Every rank calls it.

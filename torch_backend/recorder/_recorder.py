@@ -196,7 +196,7 @@ class Recorder(Listener):
         self._manifest, self._name = manifest, name
         request = Request.from_environment()
         self._trace = None if request is None else OperatorTrace(self._models[0], request)
-        self._options = RunOptions.of(
+        self._options = RunOptions(
             directory,
             every=every,
             dense=dense,

@@ -18,12 +18,12 @@ Sequences = tuple[dist.ProcessGroup, str]
 
 
 @contextmanager
-def pipelines(begins: Callable[[Any], None], losses: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+def pipelines(begins: Callable[[Any], None], add_losses: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
     """A context in which training steps of pipeline schedules are observed.
 
     Args:
         begins: is called with a schedule of `torch.distributed.pipelining` before each of its steps.
-        losses: is called after it with the losses of the microbatches; none if this rank does not have the last stage.
+        add_losses: is called after it with the losses of the microbatches; none if this rank does not have the last stage.
     """
     if not _has_ranks():
         yield
@@ -37,12 +37,11 @@ def pipelines(begins: Callable[[Any], None], losses: Callable[[Sequence[Tensor]]
             begins(schedule)
             found = [] if losses is None else losses
             result = own(schedule, *args, losses=found, **kwargs)
-            tell(found)
+            add_losses(found)
             return result
 
         return step
 
-    tell = losses
     with ExitStack() as stack:
         for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
             stack.enter_context(replacing(kind, "step", make(kind.step)))
