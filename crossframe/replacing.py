@@ -32,7 +32,15 @@ def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def setting(variable: ContextVar, value: Any) -> Iterator[None]:
-    """A context in which a context variable has another value."""
+    """A context in which a context variable has another value.
+
+    >>> depth = ContextVar("depth", default=0)
+    >>> with setting(depth, 1):
+    ...     print(depth.get())
+    1
+    >>> depth.get()
+    0
+    """
     token = variable.set(value)
     try:
         yield

@@ -52,7 +52,11 @@ class Judged:
 
 
 def worst(judged: Iterable[Judged | None]) -> Judged | None:
-    """The error that is largest relative to its bound; None if there is none."""
+    """The error that is largest relative to its bound; None if there is none.
+
+    >>> worst([Judged(4.0, 3.0), None, Judged(2.0, 1.0)]), worst([None])
+    (Judged(error=2.0, bound=1.0), None)
+    """
     return max(filter(None, judged), key=lambda each: each.error / each.bound, default=None)
 
 
