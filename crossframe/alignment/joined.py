@@ -89,7 +89,7 @@ def _portions(matching: Matching, side: int, whole: str) -> list[tuple[Rows, str
     if not varies(array):
         return []
     parts = matching.open_paths() if side == 0 else matching.open_names()
-    parts = [part for part in parts if others[part].size < array.size and varies(others[part])]
+    parts = [part for part in parts if varies(others[part])]
     found = []
     for dim in range(array.ndim):
         rows = matching.signatures(side, whole).get((dim,))

@@ -123,7 +123,7 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
             return distance(*moments) <= share * (1 - factor) * size / 2
     # Without momentum an update is a linear combination of the gradient and the parameter (decay).
     moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
-    if moved[0] is None or moved[1] is None or moved[0].size != x.size:
+    if moved[0] is None or moved[1] is None:
         return None
     terms = np.stack([x, before[0]], axis=1)
     solution = np.linalg.lstsq(terms, moved[0], rcond=None)[0]

@@ -265,6 +265,25 @@ def test_a_padded_vocabulary_is_aligned_either_way(padding):
     assert not entry.to_canonical(params["embed.weight"])[VOCAB:].any()
 
 
+@pytest.mark.parametrize(
+    ("start", "count", "padded"),
+    [
+        pytest.param(0, 11, True, id="first rows"),
+        pytest.param(0, 10, False, id="half of the rows"),
+        pytest.param(1, 15, False, id="later rows"),
+    ],
+)
+def test_most_rows_from_the_first_one_are_padded(start, count, padded):
+    whole = numbers(20, 3)
+    arrays = {"a": whole}, {"b": whole[start : start + count]}
+    assert all(bool(align(*pair).param_map.entries) == padded for pair in (arrays, arrays[::-1]))
+
+
+def test_padding_of_rows_that_are_two_dims_is_undecided():
+    whole, part = numbers(20, 3), numbers(20, 3)[:16].reshape(8, 2, 3)
+    assert not align({"a": whole}, {"b": part}).param_map.entries
+
+
 def test_a_value_that_differs_is_not_hidden_by_a_portion():
     params = dict(model(0))
     other = joined(flat(separate(params)), *QKV, concatenated(-1))

@@ -6,6 +6,9 @@ import pytest
 from crossframe.recording import RecordingWriter
 from crossframe.recording.event_format import REDUCE, STATE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
+from crossframe.verdict.measure.clipping import clipped_on_one_side
+from crossframe.verdict.measure.pair import Pair
+from tests.core.helpers import synthetic
 from tests.core.helpers.faulty import CLIP, Faults, record
 
 
@@ -59,6 +62,56 @@ def test_clipping_by_hand_is_known_beside_parameters_without_moments(tmp_path, m
     for pair in ((a, b), (b, a)):
         found = compare(*pair)
         assert found.verdict is Verdict.ROUNDING, found.reason
+
+
+def _clipped(*names, off=0.0):
+    """Half of the gradients; of these parameters with a part `off` of the largest error that is still the same factor."""
+
+    def change(phase, step, rank, name, array):
+        if phase != "reduce":
+            return array
+        error = np.random.default_rng(1).normal(size=array.shape) * (name in names)
+        return 0.5 * array + off * 0.25 * np.linalg.norm(array) * error / max(np.linalg.norm(error), 1e-300)
+
+    return change
+
+
+def _updated(step_size, decay=0.0, noise=0.0):
+    def change(phase, step, rank, name, array):
+        if phase != "update":
+            return array
+        start = synthetic.initial(name, "float64")
+        return (
+            start * (1 - decay)
+            + step_size * (array - start)
+            + noise * np.random.default_rng(2).normal(size=array.shape)
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("gradients", "updates", "clipped"),
+    [
+        pytest.param(_clipped(), (_updated(1.0), _updated(1.0)), True, id="same updates"),
+        pytest.param(_clipped(), (_updated(1.0, 0.01), _updated(1.0, 0.01)), True, id="same updates with decay"),
+        pytest.param(_clipped(), (_updated(1.0), _updated(0.7)), False, id="other updates"),
+        pytest.param(_clipped(), (_updated(1.0), _updated(0.85)), True, id="nearer to the same updates"),
+        pytest.param(_clipped(), (_updated(1.0, noise=0.1),) * 2, False, id="updates that are not linear"),
+        pytest.param(_clipped("embed", "bias", off=1.1), (_updated(1.0),) * 2, False, id="two factors of four"),
+        pytest.param(_clipped("embed", "bias", off=0.9), (_updated(1.0),) * 2, True, id="one factor with noise"),
+        pytest.param(_clipped("bias", off=1.1), (_updated(1.0),) * 2, True, id="one factor of three"),
+    ],
+)
+def test_updates_show_clipping_without_moments(tmp_path, monkeypatch, gradients, updates, clipped):
+    monkeypatch.setattr(RecordingWriter, "state", lambda *args: None)
+    made = synthetic.manifest(1, steps=1)
+    a = synthetic.record(tmp_path / "a", made, tamper=updates[0])
+    b = synthetic.record(tmp_path / "b", made, tamper=synthetic.both(updates[1], gradients))
+    for side, pair in enumerate((Pair(b, a), Pair(a, b))):
+        found = clipped_on_one_side(pair, 0)
+        assert (found is not None) == clipped, found
+        assert found is None or (found.side == side and found.factor == pytest.approx(0.5, rel=0.05))
 
 
 @pytest.mark.parametrize("measured", [0, 1], ids=["before", "after"])
