@@ -117,9 +117,7 @@ class RecordingWriter:
         fields: dict[str, Any] = {"digest": digest, "sample_ids": [int(i) for i in sample_ids]}
         if stated := [list(each) for each in inputs]:
             fields["inputs"] = stated
-        self._add(
-            "batch", event_format.place(step, self.rank, event_format.BATCH, "batch") | fields, once=event_format.BATCH
-        )
+        self._add("batch", self._at(step, event_format.BATCH, "batch") | fields, once=event_format.BATCH)
 
     def loss(self, step: int, value: float, backwards: Sequence[tuple[int, float]] = ()) -> None:
         """Record this rank's loss, before any average over ranks.
@@ -130,19 +128,12 @@ class RecordingWriter:
         fields: dict[str, Any] = {"value": float(value)}
         if backwards:
             fields["backwards"] = [[int(forwards), float(loss)] for forwards, loss in backwards]
-        self._add(
-            "loss",
-            event_format.place(step, self.rank, event_format.FORWARD, "loss") | fields,
-            once=event_format.FORWARD,
-        )
+        self._add("loss", self._at(step, event_format.FORWARD, "loss") | fields, once=event_format.FORWARD)
 
     def grad_norm(self, step: int, value: float) -> None:
         """Record the gradient norm that the loop computed, before clipping."""
-        self._add(
-            "norm",
-            event_format.place(step, self.rank, event_format.NORM, "norm") | {"value": float(value)},
-            once=event_format.NORM,
-        )
+        fields = self._at(step, event_format.NORM, "norm") | {"value": float(value)}
+        self._add("norm", fields, once=event_format.NORM)
 
     def activation(
         self,
@@ -190,15 +181,9 @@ class RecordingWriter:
         if isinstance(value, np.ndarray) and not known and self.manifest.sketches(value.size):
             _dtype(value)
             moved = sketches_of([channels_first(value)])[0]
-        fields = event_format.place(
-            step,
-            self.rank,
-            event_format.FORWARD,
-            use,
-            unit=self.manifest.maker(module, use),
-            name=module,
-            microbatch=microbatch,
-        ) | {"shape": [int(size) for size in sizes], "order": order.value}
+        unit = self.manifest.maker(module, use)
+        fields = self._at(step, event_format.FORWARD, use, unit=unit, name=module, microbatch=microbatch)
+        fields |= {"shape": [int(size) for size in sizes], "order": order.value}
         if operator:
             fields["operator"] = operator
         self._keep("activation", fields, key, value, 0, math.prod(sizes))
@@ -241,8 +226,8 @@ class RecordingWriter:
         for name, value in counts.items():
             if name not in self._units:
                 raise RecordingError(f"rank {self.rank}, step {step}: the manifest has no parameter {name!r}")
-            at = event_format.place(step, self.rank, event_format.STATE, "step", unit=self._units[name], name=name)
-            self._add("count", at, once=f"count of {name}")
+            fields = self._at(step, event_format.STATE, "step", unit=self._units[name], name=name)
+            self._add("count", fields, once=f"count of {name}")
             self._counts.append(float(value))
 
     def updated(self, step: int, unit: str, pieces: Pieces) -> None:
@@ -282,8 +267,8 @@ class RecordingWriter:
                     continue
                 self._changed.add(name)
             unit = self.manifest.maker(name, event_format.INPUT)
-            at = event_format.place(step, self.rank, event_format.BUFFERS, use, unit=unit, name=name)
-            fields = at | {"shape": [int(size) for size in shape]}
+            fields = self._at(step, event_format.BUFFERS, use, unit=unit, name=name)
+            fields |= {"shape": [int(size) for size in shape]}
             self._keep("buffer", fields, event_format.tensor_key(event_format.BUFFERS, name, use), value, 0, numel)
 
     def disagreement(
@@ -297,17 +282,14 @@ class RecordingWriter:
             axis: the mesh axis along which the ranks lie.
             ranks: those whose values are not those of the first one.
         """
-        at = event_format.place(step, self.rank, phase, use or event_format.TENSOR_USES[phase], unit=unit, name=name)
+        at = self._at(step, phase, use or event_format.TENSOR_USES[phase], unit=unit, name=name)
         self._add("disagreement", at | {"difference": float(difference), "axis": axis, "ranks": list(ranks)})
 
     def collectives(self, step: int, events: Sequence[Event]) -> None:
         """Record the collectives of this rank, in order."""
         for event in events:
-            self._add(
-                "collective",
-                event_format.place(step, self.rank, event_format.COLLECTIVE, "collective", unit=event.unit)
-                | {"collective": event.to_json()},
-            )
+            at = self._at(step, event_format.COLLECTIVE, "collective", unit=event.unit)
+            self._add("collective", at | {"collective": event.to_json()})
 
     def end_step(self, step: int, rates: Sequence[float] = ()) -> None:
         """Write the step to disk. A step must have a batch and a loss.
@@ -461,6 +443,10 @@ class RecordingWriter:
                 "steps are recorded in order, each closed by end_step"
             )
 
+    def _at(self, step: int, phase: str, use: str, **of: Any) -> dict[str, Any]:
+        """The fields of a line of this rank that identify its subject (`event_format.place`)."""
+        return event_format.place(step, self.rank, phase, use, **of)
+
     def _add(self, event: str, fields: dict[str, Any], once: str = "") -> None:
         self._check_step(fields["step"])
         if once in self._seen:
@@ -501,8 +487,8 @@ class RecordingWriter:
             if start == stop:
                 continue
             use, microbatch = slot or event_format.TENSOR_USES[phase], self._turns.get(name, 0)
-            at = event_format.place(step, self.rank, phase, use, unit=unit, name=name, microbatch=microbatch)
-            fields = at | {"start": int(start), "stop": int(stop)}
+            fields = self._at(step, phase, use, unit=unit, name=name, microbatch=microbatch)
+            fields |= {"start": int(start), "stop": int(stop)}
             self._keep("tensor", fields, event_format.tensor_key(phase, name, slot), value, int(start), spec.numel)
 
     def _keep(
