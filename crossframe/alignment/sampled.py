@@ -138,9 +138,8 @@ def parts_of(whole: Summary, parts: Mapping[str, Summary]) -> dict[str, str] | N
         return None
     located = [part for part in found if part is not None]
     for dim in range(whole.ndim):
-        for patterns in (_stacked(whole, located, parts, dim), _joined(whole, located, parts, dim)):
-            if patterns is not None:
-                return patterns
+        if (patterns := _joined(whole, located, parts, dim)) is not None:
+            return patterns
     return None
 
 
@@ -175,28 +174,8 @@ def _located(whole: Summary, name: str, part: Summary) -> _Part | None:
     return _Part(name, own.places[kept], np.array([once[value] for value in taken.tolist()]), taken)
 
 
-def _stacked(whole: Summary, located: list[_Part], parts: Mapping[str, Summary], dim: int) -> dict[str, str] | None:
-    """The patterns of parts each of which is a slice of the array."""
-    size = whole.shape[dim]
-    if size != len(located):
-        return None
-    found, indices = {}, set()
-    inner = whole.shape[:dim] + whole.shape[dim + 1 :]
-    for part in located:
-        at = np.unravel_index(part.places, whole.shape)
-        if (at[dim] != at[dim][0]).any():
-            return None
-        indices.add(index := int(at[dim][0]))
-        places = np.ravel_multi_index([*at[:dim], *at[dim + 1 :]], inner) if inner else np.zeros_like(part.places)
-        form = _order_within(part, parts[part.name].shape, places, inner)
-        if form is None:
-            return None
-        found[part.name] = indexed_text(form.text, len(inner), [(dim, index, size)])
-    return found if len(indices) == size else None
-
-
 def _joined(whole: Summary, located: list[_Part], parts: Mapping[str, Summary], dim: int) -> dict[str, str] | None:
-    """The patterns of parts that follow each other along a dim of the array."""
+    """The patterns of parts that follow each other along a dim of the array, as rows or as slices."""
     rows = [np.unravel_index(part.places, whole.shape)[dim] for part in located]
     found, start = {}, 0
     for i in sorted(range(len(located)), key=lambda i: int(rows[i].min())):
@@ -207,8 +186,16 @@ def _joined(whole: Summary, located: list[_Part], parts: Mapping[str, Summary], 
         shape = (*whole.shape[:dim], count, *whole.shape[dim + 1 :])
         at = list(np.unravel_index(part.places, whole.shape))
         at[dim] = at[dim] - start
-        form = _order_within(part, parts[part.name].shape, np.ravel_multi_index(at, shape), shape)
-        text = None if form is None else cut_text(form, shape, Rows(dim, 1, start, count, whole.shape[dim]))
+        is_slice, others = count == 1, (*whole.shape[:dim], *whole.shape[dim + 1 :])
+        places = np.ravel_multi_index(at, shape)
+        form = _order_within(part, parts[part.name].shape, places, others if is_slice else shape)
+        if form is None:
+            return None
+        text = (
+            indexed_text(form.text, len(others), [(dim, start, whole.shape[dim])])
+            if is_slice
+            else cut_text(form, shape, Rows(dim, 1, start, count, whole.shape[dim]))
+        )
         if text is None:
             return None
         found[part.name], start = text, start + count

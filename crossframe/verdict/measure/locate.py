@@ -51,6 +51,8 @@ def who(rank: int, ranks: Sequence[int]) -> str:
 
     >>> who(1, ()), who(1, (0, 1, 2, 3)), who(3, (1, 3))
     ('rank 1', 'ranks 0 to 3, largest on rank 1', 'ranks 1 and 3, largest on rank 3')
+    >>> who(2, (0, 2, 4, 6, 8)), who(2, (0, 2, 4, 6, 8, 10))
+    ('ranks 0, 2, 4, 6 and 8, largest on rank 2', 'ranks 0, 2, 4, 6 and 2 more, largest on rank 2')
     """
     if len(ranks) < 2:
         return f"rank {rank}"

@@ -350,6 +350,15 @@ def test_rows_are_cut_where_axes_end(pattern, blocks, start, period, expected):
         assert np.array_equal(Rearrangement(text)(whole), form(rows.of(whole)))
 
 
+def test_rows_that_begin_inside_of_an_axis_are_undecided():
+    q, k = numbers(2, 3, 5), numbers(2, 5)
+    (open_one,) = align({"k": k, "q": q}, {"w": np.concatenate([k, q.reshape(6, 5)])}).undecided
+    assert (
+        open_one.names == ("k", "q")
+        and "these parameters as its rows in an order that no pattern states" in open_one.why
+    )
+
+
 def test_arrays_of_other_dims_that_are_joined_have_the_names():
     draw = np.random.default_rng(0).normal
     queries, others = draw(size=(4, 6, 8)), draw(size=(2, 2, 6, 8))

@@ -11,6 +11,7 @@ from crossframe.alignment.sampled import order_of
 from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
+from crossframe.recording.sample import merged, sample_of
 
 PATTERNS = {
     "a b -> a b": (40, 64),
@@ -51,8 +52,19 @@ def test_orders_that_samples_do_not_tell_apart_are_not_decided():
     both_fit = array + array.T
     both_fit[0, 1] += 100.0  # beyond the sample
     assert order_of(Summary.of(both_fit.T.copy()), Summary.of(both_fit)) is None
+    exchanged = array.copy()  # two elements of the sample
+    first, second = np.argsort(np.abs(array), axis=None)[:2]
+    exchanged.flat[first], exchanged.flat[second] = array.flat[second], array.flat[first]
+    assert order_of(Summary.of(exchanged), Summary.of(array)) is None
     coarse = np.round(array)  # many elements are equal
     assert order_of(Summary.of(coarse.T.copy()), Summary.of(coarse)) is None
+
+
+def test_the_order_is_found_from_the_samples_of_pieces():
+    array = values((40, 64))
+    pieces = merged(sample_of(part, start) for part, start in ((array[:20], 0), (array[20:], 20 * 64)))
+    found = order_of(Summary.of(array.T.copy()), replace(Summary.of(array), sample=pieces))
+    assert found is not None and found.text == "a b -> b a"
 
 
 def model(layers=3, width=64):
@@ -132,6 +144,15 @@ def test_stacked_parameters_are_found_in_their_array():
     assert not found.undecided and found.param_map.by_name["h.2.mlp.weight"].pattern == "[2/3] a b -> b a"
     for entry in found.param_map.entries:
         assert np.array_equal(entry.to_canonical(*(other[path] for path in entry.paths)), params[entry.name])
+
+
+def test_stacked_parameters_have_heads_in_another_order():
+    form = Rearrangement("(h pair=8 two=2) i -> (h two pair) i")
+    layers = [values((64, 40), layer) for layer in range(3)]
+    first = {f"h.{i}.q": form(layer) for i, layer in enumerate(layers)}
+    found = align(summaries(first), summaries({"q": np.stack(layers)}))
+    for i, layer in enumerate(layers):
+        assert np.array_equal(found.param_map.by_name[f"h.{i}.q"].to_canonical(np.stack(layers)), form(layer))
 
 
 def test_a_changed_element_is_no_counterpart():

@@ -517,6 +517,7 @@ def test_another_count_of_optimizer_steps_is_a_bug(tmp_path):
     assert found.verdict is Verdict.BUG and found.first_divergence.step == 1
     assert found.reason.startswith("at step 1 the optimizer's count of steps of 'embed'"), found.reason
     assert "is 2 in a and 3 in b" in found.reason
+    assert (found.first_divergence.event, found.first_divergence.parameter) == ("state", "embed")
 
 
 def test_a_module_that_gave_another_dtype_ahead_of_a_divergence_is_told(tmp_path):
