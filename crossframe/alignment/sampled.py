@@ -14,7 +14,6 @@ import numpy as np
 from crossframe.alignment.portions import Rows, cut_text, indexed_text
 from crossframe.alignment.solve import rearrangements
 from crossframe.alignment.summary import Summary
-from crossframe.errors import MappingError
 from crossframe.rearrange import Rearrangement
 from crossframe.recording.sample import Sample
 
@@ -208,7 +207,4 @@ def _order_within(
     order = np.argsort(places)
     ours = Sample(0, part.own, part.values, math.inf, 0.0)
     theirs = replace(ours, places=places[order], values=part.values[order])
-    try:
-        return order_of_samples(shape, ours, inner, theirs)
-    except MappingError:
-        return None
+    return order_of_samples(shape, ours, inner, theirs)
