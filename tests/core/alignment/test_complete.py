@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from crossframe.alignment import NAMES, SIMILAR, USE, align, complete, unlike_other_layers
+from crossframe.alignment import NAMES, SIMILAR, USE, Alignment, align, complete, unlike_other_layers
 from crossframe.param_map import MapEntry, ParamMap
 from tests.core.alignment import test_portions as models
 
@@ -50,6 +50,52 @@ def test_the_only_parameter_that_is_left_is_matched_and_two_are_not():
     # Of another shape it is another parameter.
     other = models.separate(params) | {"embed.kernel": np.ones((7, 3))}
     assert completed(broken(params, "embed.weight"), other)[1] == ()
+
+
+def completed_map(rows, **shapes):
+    """The map that is completed from these entries, and of shapes of both models by name; others have shape (4,)."""
+    entries = tuple(MapEntry(*row) for row in rows)
+    first, second = ({each: np.zeros(shapes.get(each, 4)) for each in names} for names in (
+        [*(entry.name for entry in entries), *(each for each in shapes if each in ("w", "h.1.k"))],
+        [*(path for entry in entries for path in entry.paths), *(each for each in shapes if each in ("x", "l.1.q"))],
+    ))  # fmt: skip
+    return complete(Alignment(ParamMap(entries), {}, ()), first, second)[0].by_name
+
+
+def test_the_last_weight_has_the_order_of_other_weights():
+    rows = [("a", "b", "a b -> b a"), *((f"a.{i}", f"b.{i}") for i in "xyz")]
+    rows += [(f"qk.{i}", (f"q.{i}", f"k.{i}"), "a b -> a b") for i in "xy"]
+    shapes = {"a": (4, 4), "b": (4, 4), "w": (4, 4), "x": (4, 4)}
+    for each in "xy":
+        shapes |= {f"qk.{each}": (8, 4), f"q.{each}": (4, 4), f"k.{each}": (4, 4)}
+    assert completed_map(rows, **shapes)["w"] == MapEntry("w", "x", "a b -> b a")
+
+
+def test_the_last_parameter_is_no_portion_of_an_array():
+    rows = [
+        (f"{part}{i}", f"qk{i}", f"a b[{start}:{start + 4}/8] -> a b")
+        for i in "xy"
+        for part, start in (("q", 0), ("k", 4))
+    ]
+    shapes = {f"{part}{i}": (4, 4) for i in "xy" for part in "qk"} | {
+        "qkx": (4, 8),
+        "qky": (4, 8),
+        "w": (4, 4),
+        "x": (4, 8),
+    }
+    assert "w" not in completed_map(rows, **shapes)
+
+
+def test_a_path_that_another_parameter_has_is_not_taken():
+    rows = [("h.0.q", "l.0.q"), ("h.0.k", "l.0.k"), ("h.1.q", "l.1.k")]
+    assert completed_map(rows, **{"h.1.k": (4,), "l.1.q": (4,)})["h.1.k"].path == "l.1.q"
+
+
+def test_portions_exchanged_in_one_layer_are_named():
+    first, second = "a[0:4/8] b -> a b", "a[4:8/8] b -> a b"
+    rows = [(f"h.{i}.{part}", f"l.{i}.qk", text) for i in range(3) for part, text in (("q", first), ("k", second))]
+    rows[2:4] = [("h.1.q", "l.1.qk", second), ("h.1.k", "l.1.qk", first)]
+    assert unlike_other_layers(ParamMap(tuple(MapEntry(*row) for row in rows))) == ("h.1.q", "h.1.k")
 
 
 def test_values_exchanged_in_one_layer_are_named():
