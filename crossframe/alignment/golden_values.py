@@ -132,7 +132,7 @@ def _portions(array: np.ndarray, sketch: Sketch) -> Iterator[Rows]:
     """The rows of an array with as many elements as a parameter, and its sum of squares."""
     for dim, size in enumerate(array.shape):
         count, rest = divmod(sketch.numel * size, array.size)
-        if rest or not 0 < count < size:
+        if rest or not count:
             continue
         squares = _squares(array, dim)
         for blocks in _divisors(math.gcd(count, size)):
@@ -155,7 +155,7 @@ def _windows(arrays: Mapping[str, np.ndarray], sketch: Sketch) -> Iterator[Seque
             for stop in range(first, len(names)):
                 numel, total = numel + arrays[names[stop]].size, total + squares[names[stop]]
                 if numel >= sketch.numel:
-                    if stop > first and numel == sketch.numel and _is_near(total, sketch):
+                    if stop > first and _is_near(total, sketch):
                         yield [arrays[name] for name in names[first : stop + 1]]
                     break
 

@@ -1,5 +1,7 @@
 """A golden is compared with runs whose parameters were renamed, fused or split."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,7 @@ class OneParameter:
         pytest.param(K, {"qkv": BLOCKS}, id="rows_in_blocks"),
         pytest.param(K, {"stacked": np.stack([V, K])}, id="slice"),
         pytest.param(np.concatenate([Q, K, V]), {"q.w": Q, "k.w": K, "v.w": V}, id="joined"),
+        pytest.param(np.concatenate([Q, K]), {"o.w": 2 * V, "q.w": Q, "k.w": K, "v.w": V}, id="two_of_four_joined"),
         pytest.param(np.concatenate([K, V[:, :2]], 1), {"k.w": K, "v.w": V[:, :2]}, id="joined_columns"),
         pytest.param(np.concatenate([V, K]), {"k.w": K, "k.b": K[0], "v.w": V}, id="joined_in_another_order"),
         pytest.param(BLOCKS, {"q.w": Q, "k.w": K, "v.w": V}, id="joined_in_blocks"),
@@ -69,6 +72,15 @@ class OneParameter:
 def test_values_of_a_golden_are_found_in_another_model(array, others):
     found = golden_values(OneParameter(array), others)["w"]
     assert isinstance(found, np.ndarray) and np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("size", [3, 7, 1000])
+def test_one_value_is_found_from_a_norm_in_float32(size):
+    for value in DRAW.normal(size=40).astype(np.float32):
+        golden = OneParameter(np.full(size, value))
+        norm = np.float32(golden.sketched.norm)
+        golden.sketched = replace(golden.sketched, squares=float(norm) ** 2)
+        assert golden_values(golden, {})["w"].tolist() == [value] * size
 
 
 @pytest.mark.parametrize(
