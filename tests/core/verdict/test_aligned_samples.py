@@ -77,6 +77,10 @@ def test_rows_that_cannot_be_told_are_left_out(tmp_path):
     assert rows_of(Recording.open(a.directory), 0) is None
     found = compare(Recording.open(a.directory), b)
     assert found.verdict is Verdict.INCOMPARABLE and "has no sample ids" in found.reason
+    first = '"event": "activation", "step": 0, "microbatch": {}'
+    for rank in (0, 1):
+        synthetic.edit_events(b.directory, first.format(0), first.format(1), rank=rank)
+    assert rows_of(Recording.open(b.directory), 0) is None  # three samples in two microbatches
 
 
 def test_activations_that_cannot_be_matched_say_why(tmp_path, monkeypatch):
