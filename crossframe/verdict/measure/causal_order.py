@@ -444,31 +444,21 @@ def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
         group = []
         for rank in ranks:
             sides = pair.rank_values(BACKWARD, step, rank, name)
-            group.append(_gradient(pair, step, BACKWARD, "backward", name, sides, typical[rank], rank, 0, by))
+            bound = pair.bounds.parameter
+            made = _quantity(pair, step, BACKWARD, "backward", name, sides, bound=bound, rank=rank)
+            group.append(_as_gradient(pair, made, typical[rank], by))
         yield group
 
 
-def _gradient(
-    pair: Pair,
-    step: int,
-    phase: str,
-    event: str,
-    name: str,
-    sides: Sides,
-    typical: float,
-    rank: int | None,
-    replica: int,
-    by: tuple[float, float],
-) -> Quantity:
+def _as_gradient(pair: Pair, made: Quantity, typical: float, by: tuple[float, float]) -> Quantity:
     """A gradient, scaled by its norm but at least by the noise scale.
 
     Args:
         typical: the root mean square over all gradients of the rank or step, as a recorded them.
         by: the factors by which a and b are multiplied.
     """
-    made = _quantity(pair, step, phase, event, name, sides, bound=pair.bounds.parameter, rank=rank, replica=replica)
-    made, typical = made.times(*by), by[0] * typical
-    return made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(typical, made.numel)))
+    made = made.times(*by)
+    return made.with_scale(gradient_scale(made.norms[0], pair.gradient_noise(by[0] * typical, made.numel)))
 
 
 def _reduced_grads(pair: Pair, step: int) -> Iterator[Group]:
@@ -485,9 +475,9 @@ def _recorded(pair: Pair, phase: str, step: int, names: list[str]) -> list[str]:
 
 def _reduced_grad(pair: Pair, step: int, name: str, replicas: tuple[int, int]) -> Quantity:
     event = REDUCE_SCATTER if pair.b.manifest.mesh.shard > 1 else ALL_REDUCE
-    by = _undone(clipped_on_one_side(pair, step))
-    sides, typical = pair.assemble(REDUCE, step, name, replicas), pair.sizes[0].typical[step]
-    return _gradient(pair, step, REDUCE, event, name, sides, typical, None, replicas[1], by)
+    sides, bound = pair.assemble(REDUCE, step, name, replicas), pair.bounds.parameter
+    made = _quantity(pair, step, REDUCE, event, name, sides, bound=bound, replica=replicas[1])
+    return _as_gradient(pair, made, pair.sizes[0].typical[step], _undone(clipped_on_one_side(pair, step)))
 
 
 def _norms(pair: Pair, step: int) -> Iterator[Group]:
