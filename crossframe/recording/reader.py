@@ -1,10 +1,11 @@
 """Reads recordings of any layout and world size."""
 
 import copy
+import functools
 import math
+import operator
 import os
 from collections.abc import Collection, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,16 @@ class Recording:
         if not os.path.isdir(path):
             raise RecordingError(f"{at}: expected the directory of a recording, but there is none; check the path")
         manifest = Manifest.read(path)
-        files = (
+        files = [
             path / event_format.rank_folder(rank) / event_format.EVENTS_NAME for rank in range(manifest.world_size)
-        )
+        ]
         absent = list(islice((file.parent.name for file in files if not os.path.isfile(file)), 4))
         if absent and not partial:
             raise RecordingError(
                 f"{at}: expected {manifest.world_size} ranks, but {', '.join(absent)} left no {event_format.EVENTS_NAME}; copy "
                 "the whole directory, or record the run again"
             )
-        indexes = [
-            read_index(path / event_format.rank_folder(rank) / event_format.EVENTS_NAME, manifest, rank)
-            for rank in range(manifest.world_size)
-        ]
+        indexes = [read_index(file, manifest, rank) for rank, file in enumerate(files)]
         num_steps = min(index.num_steps for index in indexes)
         unfinished = [rank for rank, index in enumerate(indexes) if not index.ended]
         if unfinished and not partial:
@@ -198,7 +196,7 @@ class Recording:
         """The number of steps that all ranks have on disk now. Each call reads only what was written since the previous one."""
         return self._progress.steps_done()
 
-    @cached_property
+    @functools.cached_property
     def _steps(self) -> tuple[int, ...]:
         return tuple(filter(self.is_recorded, range(min(index.num_steps for index in self._indexes))))
 
@@ -288,10 +286,7 @@ class Recording:
         if all(type(part.sketch) is int for part in ranges):
             what, seed = (phase, name, use), self._seed(name)
             return self._summed_sketches(step, replica).sketch(what, ranges[0].dtype, seed)
-        total = self.sketch_of(step, name, ranges[0])
-        for part in ranges[1:]:
-            total += self.sketch_of(step, name, part)
-        return total
+        return functools.reduce(operator.add, (self.sketch_of(step, name, part) for part in ranges))
 
     def sample(self, name: str) -> Sample | None:
         """The sample of a parameter before the first step; None if it was not recorded as a sketch, or before format 7."""
@@ -438,7 +433,7 @@ class Recording:
 
         return sorted(found.values(), key=order)
 
-    @cached_property
+    @functools.cached_property
     def backward_order(self) -> list[str]:
         """All parameters in the order of backward: those of the root unit that forward uses after all other units, as the first
         dense step shows, then the units in reverse order, and the rest of the root unit. Within a unit, those of modules that

@@ -115,7 +115,7 @@ def _scale(pair: Pair, step: int, rank: int, quantity: Quantity) -> float:
         and pair.a.has_buffer(step, name)
         and math.prod(pair.a.buffer_shape(step, rank, name)) == quantity.numel
     ]
-    return max(quantity.norms[0], *(side.norm for side in others), 0.0)
+    return max([quantity.norms[0], *(side.norm for side in others)])
 
 
 def has_before(recording: Recording, step: int, name: str, before: int | None = None) -> bool:

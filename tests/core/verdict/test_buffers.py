@@ -131,6 +131,12 @@ def test_other_worlds_share_buffers_that_all_ranks_agree_on(tmp_path):
     assert own.notes == (
         "'block.mean' and 1 more buffer, which are no parameter, are not compared: each rank has its own, of its own samples",
     )
+    first = '"event": "activation", "step": 0, "microbatch": {}'
+    for rank in (0, 1):
+        synthetic.edit_events(two.directory, first.format(0), first.format(1), rank=rank)
+    assert "are not compared: the models are called for other microbatches" in str(
+        compare(one, Recording.open(two.directory)).notes
+    )
 
 
 def test_buffers_of_other_shapes_are_not_compared(tmp_path):
