@@ -99,8 +99,8 @@ def merged(parts: Iterable[Sample]) -> Sample:
     each = list(parts)
     limit = min((part.limit for part in each), default=np.inf)
     near = [part.within(limit) for part in each]
-    places = np.concatenate([part.places for part in near]) if near else np.empty(0, np.int64)
-    values = np.concatenate([part.values for part in near]) if near else np.empty(0, np.float32)
+    places = np.concatenate([np.empty(0, np.int64), *(part.places for part in near)])
+    values = np.concatenate([np.empty(0, np.float32), *(part.values for part in near)])
     order = np.argsort(places)
     least = min((part.least for part in each if part.least), key=abs, default=0.0)
     return Sample(sum(part.signature for part in each) % 2**64, places[order], values[order], limit, least)

@@ -320,6 +320,7 @@ def test_equal_biases_are_joined_as_the_weights_of_their_module(change, known, j
     second = {
         f"{part}.{name}": value for part, weight in parts.items() for name, value in (("w", weight), ("b", np.zeros(4)))
     }
+    second["k.empty"] = np.zeros((0, 4))
     gradients = {f"{part}.b": values(4, i) for i, part in enumerate(known)}
     both = {"kv.bias": change * np.concatenate([values(4, 0), values(4, 1)])}, gradients
     found = align(first, second, both)
