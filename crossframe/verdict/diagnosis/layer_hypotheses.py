@@ -190,7 +190,8 @@ def _by_position(both: Both, shape: tuple[int, ...]) -> Both | None:
         first, second = first.swapaxes(1, 2), second.swapaxes(1, 2)
     if first.ndim not in (3, 4) or first.shape[0] != shape[0]:
         return None
-    return first.reshape(*first.shape[:2], -1), second.reshape(*second.shape[:2], -1)
+    flat = (*first.shape[:2], math.prod(first.shape[2:]))
+    return first.reshape(flat), second.reshape(flat)
 
 
 def _contained(both: Both, shape: tuple[int, ...]) -> Iterator[tuple[Projections, Projections]]:

@@ -184,7 +184,7 @@ def parameters_of(
     case: Case, module: str = "", *, step: int | None = None
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(weight, bias) of a module (default: that of the quantity) as the rank used them, or as they were before an earlier step of
-    the wrong side; None without exactly one weight."""
+    the wrong side; None without exactly one weight, or with a bias that is not of its first dim."""
     module = module or case.module
     own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     weights = [name for name in own if not name.endswith("bias")]
@@ -195,8 +195,10 @@ def parameters_of(
     found = [case.as_used(case.right, name) if step is None else case.before(case.wrong, step, name) for name in names]
     if any(value is None for value in found):
         return None
-    values = [np.asarray(value, np.float64) for value in found]
-    return values[0], values[1] if biases else None
+    weight, *bias = (np.asarray(value, np.float64) for value in found)
+    if any(each.shape != weight.shape[:1] for each in bias):
+        return None
+    return weight, bias[0] if bias else None
 
 
 def affine_parameters(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:

@@ -359,14 +359,16 @@ PAIRS: dict[str, tuple[dict[str, np.ndarray], Values, Values, str]] = {
 }
 PAIRS["norm in bfloat16"] = ({"norm.weight": SCALE}, low_norm(1e-6), low_norm(1e-5), "bfloat16")
 PAIRS["a mask of learned weights is forgotten"] = ({}, three(mixed(True)), three(mixed(False)), "float64")
-for shapes, weight, x, y in (
-    ("an output without the last dim", SCALE, X, X @ SCALE),
-    ("a longer output", SCALE, X, np.concatenate([X, X], axis=1)),
-    ("a scalar output", OWN, X, (X @ OWN).sum()),
-    ("a scalar input", OWN, np.array(2.0), 2 * OWN),
+for shapes, weight, bias, x, y in (
+    ("an output without the last dim", SCALE, {}, X, X @ SCALE),
+    ("a longer output", SCALE, {}, X, np.concatenate([X, X], axis=1)),
+    ("a scalar output", OWN, {}, X, (X @ OWN).sum()),
+    ("a scalar input", OWN, {}, np.array(2.0), 2 * OWN),
+    ("a weight and a bias of two dims", X[0], {"f.bias": X[1]}, X, X * X[0] + X[1]),
 ):
     sides: list[Values] = [{("f", "input"): x, ("f", "output"): y + more} for more in (0.0, 0.1 * np.cos(9 * y))]
-    PAIRS[shapes] = ({"f.weight": weight, "other.weight": weight + 1}, *sides, "float64")
+    PAIRS[shapes] = ({"f.weight": weight, "other.weight": weight + 1, **bias}, *sides, "float64")
+PAIRS["outputs without positions"] = ({}, *(three(each, lambda x: x[:, :0]) for each in (X, np.tanh(X))), "float64")
 
 
 @pytest.mark.parametrize("name", PAIRS)
