@@ -57,7 +57,7 @@ def _kernel_of(
     roundoff: float,
     limit: float,
 ) -> tuple[Key, float, float] | None:
-    """(key, residual, error) of the first of other weights that explains the wrong side; the right side uses its own.
+    """(key, residual, error) of the first of other weights that explains the wrong side; only the right side uses its own.
 
     Args:
         roundoff: of the sum of products, relative to the sum of their magnitudes.
@@ -68,7 +68,7 @@ def _kernel_of(
         return None
     magnitude = _output(np.abs(inputs[1]), np.abs(weight), None if bias is None else np.abs(bias))
     error = limit + roundoff * norm(magnitude)
-    if distance(sides.right, right) > error:
+    if distance(sides.right, right) > error or distance(sides.wrong, _output(inputs[1], *own)) <= error:
         return None
     found = first_accepted(sides, ((key, _output(inputs[1], *other)) for key, other in others), error)
     return found and (*found, error)

@@ -126,14 +126,14 @@ def padded_norm(
     x, y = inputs[1], sides.wrong
     if x.shape != y.shape or x.shape[-1:] != (weight.size,):
         return None
-    numel, b = weight.size, 0.0 if bias is None else bias
+    numel, w, b = weight.size, weight.reshape(-1), 0.0 if bias is None else bias.reshape(-1)
     for text, centred in (("layer norm", True), ("RMS norm", False)):
         kind = Normed(text, (x.ndim - 1,), centred, x.ndim - 1)
-        right = one_side(kind, inputs[0], sides.right, weight, b, roundoff)
+        right = one_side(kind, inputs[0], sides.right, w, b, roundoff)
         if right is None or not right[0].under_root:
             continue
         residuals = {
-            counted: distance(y, _normed(kind, x, weight, b, right[0].value, counted))
+            counted: distance(y, _normed(kind, x, w, b, right[0].value, counted))
             for counted in range(numel + 1, numel + MOST_PADDING + 1)
         }
         counted = min(residuals, key=residuals.__getitem__)

@@ -219,7 +219,7 @@ def _inside_module(case: Case) -> Iterator[tuple[Projections, Projections]]:
     if given is None or any(name not in case.right.manifest.params for name in names):
         return
     values = [np.asarray(value, np.float64) for name in names if (value := case.as_used(case.right, name)) is not None]
-    if len(values) < len(names) or given[0].ndim != 3 or given[0].shape[-1] != values[0].shape[1]:
+    if len(values) < len(names) or given[0].ndim != 3 or given[0].shape[-1:] != values[0].shape[1:]:
         return
     enter, enter_bias, weight, bias = values
     first, second = (Projections(*np.split(x @ enter.T + enter_bias, 3, axis=-1), after=(weight, bias)) for x in given)
@@ -289,7 +289,7 @@ def other_layer(case: Case) -> Iterator[Fit]:
     others = {}
     for name, spec in case.right.manifest.params.items():
         module = name.rpartition(".")[0]
-        if spec.shape == params[0].shape and module != case.module:
+        if spec.shape == params[0].shape:
             theirs = parameters_of(case, module)
             if theirs is not None and theirs[0].shape == params[0].shape:
                 others[module] = theirs

@@ -35,7 +35,7 @@ class Normed:
 
     def broadcast(self, weight: np.ndarray, ndim: int) -> np.ndarray:
         """A weight or bias in a shape that broadcasts against inputs with `ndim` dims, split into groups."""
-        if weight.ndim > 1 and self.weight_dim == ndim - 1:
+        if weight.ndim > 1 and self.weight_dim == ndim - 1 and not self.groups:
             return weight
         shape = [weight.size if dim == self.weight_dim else 1 for dim in range(ndim)]
         return self.split(weight.reshape(shape))

@@ -77,7 +77,7 @@ def _norms(case: Case) -> Iterator[tuple[str, Both, np.ndarray, np.ndarray | Non
     elif case.quantity.use == INPUT:
         for at in _nearby(case):
             if (both := of_both(case, at)) is not None:
-                yield f"the input of {case.quantity.module}", both, np.ones(case.both.right.shape[-1]), None
+                yield f"the input of {case.quantity.module}", both, np.ones(case.both.right.shape[-1:]), None
 
 
 def tanh_gelu(case: Case) -> Iterator[Fit]:
@@ -212,7 +212,7 @@ def affine_parameters(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray | Non
     values = [np.asarray(value, np.float64) for value in found if value is not None]
     if len(values) < len(own) or len(own) > 2:
         return
-    for value in values or [np.ones(size) for size in dict.fromkeys((shape[-1], shape[min(1, len(shape) - 1)]))]:
+    for value in values or [np.ones(size) for size in dict.fromkeys((*shape[-1:], *shape[1:2]))]:
         others = [other for other in values if other is not value]
         if others and others[0].shape != value.shape:
             return

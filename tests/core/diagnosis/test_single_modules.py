@@ -369,6 +369,22 @@ for shapes, weight, bias, x, y in (
     sides: list[Values] = [{("f", "input"): x, ("f", "output"): y + more} for more in (0.0, 0.1 * np.cos(9 * y))]
     PAIRS[shapes] = ({"f.weight": weight, "other.weight": weight + 1, **bias}, *sides, "float64")
 PAIRS["outputs without positions"] = ({}, *(three(each, lambda x: x[:, :0]) for each in (X, np.tanh(X))), "float64")
+for shapes, name in (
+    ("a scalar output without a weight", ("f", "output")),
+    ("a scalar input of a function", ("g", "input")),
+):
+    PAIRS[shapes] = ({}, *({("f", "input"): np.array(0.3), name: np.array(y)} for y in (0.3, 0.37)), "float64")
+NEAR, CENTRING = 1 + 0.01 * X, np.eye(WIDTH) - 1 / WIDTH
+PAIRS["a difference that a weight amplifies"] = (
+    {"fc.weight": CENTRING, "other.weight": OTHER},
+    *({("fc", "input"): x, ("fc", "output"): x @ CENTRING.T} for x in (NEAR, NEAR + 2e-12 * np.cos(9 * X))),
+    "float64",
+)
+PAIRS["a weight with a dim of 1"] = (
+    {"f.weight": SCALE[None]},
+    *({("f", "input"): X[0], ("f", "output"): each} for each in (X[0], np.tanh(X[0]))),
+    "float64",
+)
 
 
 @pytest.mark.parametrize("name", PAIRS)
