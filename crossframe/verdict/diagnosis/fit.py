@@ -83,9 +83,6 @@ class Contrast:
         """norm(right - wrong)."""
         return distance(self.right, self.wrong)
 
-    def swapped(self) -> "Contrast":
-        return Contrast(self.wrong, self.right, self.limit, self.roundoff)
-
     def within(self, start: int, stop: int) -> "Contrast":
         """Elements `start:stop` of both sides, flattened."""
         right, wrong = (side.reshape(-1)[start:stop] for side in (self.right, self.wrong))

@@ -857,8 +857,6 @@ def test_parts_of_a_contrast() -> None:
     whole = Contrast(np.arange(6.0).reshape(2, 3), np.zeros((2, 3)), 0.5, 2.0**-24)
     part = whole.within(1, 4)
     assert part.right.tolist() == [1, 2, 3] and (part.limit, part.roundoff) == (0.5, 2.0**-24)
-    turned = whole.swapped()
-    assert (turned.right.sum(), turned.wrong.sum(), turned.limit, turned.roundoff) == (0, 15, 0.5, 2.0**-24)
     assert whole.residual(np.ones((2, 3))) == math.sqrt(6) and whole.difference == math.sqrt(55)
     narrow = Contrast.of(np.zeros(2, np.float32), np.zeros(2), 1)
     assert (narrow.roundoff, type(narrow.limit)) == (2.0**-53, float)
