@@ -68,7 +68,7 @@ def _kernel_of(
         return None
     magnitude = _output(np.abs(inputs[1]), np.abs(weight), None if bias is None else np.abs(bias))
     error = limit + roundoff * norm(magnitude)
-    if distance(sides.right, right) > error or distance(sides.wrong, _output(inputs[1], *own)) <= error:
+    if distance(sides.right, right) > error or first_accepted(sides, [("own", _output(inputs[1], *own))], error):
         return None
     found = first_accepted(sides, ((key, _output(inputs[1], *other)) for key, other in others), error)
     return found and (*found, error)
