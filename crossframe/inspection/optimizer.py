@@ -215,9 +215,9 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
     if seen.residual(average) <= seen.error(average) or not size:
         return _Checked(case.name, 1.0, error)
     factor = factor_between(seen.gradient, seen.went_in(average))
-    scaled = factor * seen.gradient
-    scaled_error = seen.error(average, gradient=scaled) + average.gain * factor_roundoff(scaled)
-    if not stated.coupled and seen.residual(average, gradient=scaled) <= scaled_error:
+    scaled = replace(seen, gradient=factor * seen.gradient)
+    scaled_error = scaled.error(average) + average.gain * factor_roundoff(scaled.gradient)
+    if not stated.coupled and scaled.residual(average) <= scaled_error:
         root = float(np.sqrt(factor)) if squared and factor > 0 else factor
         return _Checked(case.name, root, error / abs(factor) if factor else error)
     ideal = Moment(seen.old, average.new(seen.old, seen.gradient), seen.gradient, seen.before, seen.roundoff)
