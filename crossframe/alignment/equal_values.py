@@ -145,7 +145,7 @@ def by_similar_gradients(matching: Matching, names: Sequence[str], paths: Sequen
         others = np.append(np.delete(apart[i], j), np.delete(apart[:, j], i))
         exchanged = apart[i][None, :] + apart[:, j][:, None]
         is_best = np.delete(np.delete(apart[i, j] + apart <= exchanged, i, 0), j, 1).all()
-        if apart[i, j] < FAR and apart[i, j] < FAR * others.min(initial=2.0) and is_best:
+        if apart[i, j] < FAR * others.min(initial=1.0) and is_best:
             decided |= pair(matching, name, paths[j], SIMILAR)
     return decided
 

@@ -320,7 +320,7 @@ def directions_of(
         casts: the casts of parameters, if the runs differ in precision.
     """
     resolution = unit_roundoff(dtype)
-    if resolution < _COARSE or not perturbed:
+    if resolution < _COARSE:
         return None
     finer = casts.perturbed if casts else ()
     among = OF_OWN_INPUT if casts and not finer else DIRECTIONS

@@ -60,6 +60,21 @@ def perturbed(count=4):
 
 
 @pytest.mark.parametrize(
+    ("effect", "values"),
+    [
+        pytest.param(lambda a: 1.1 * a, (0.1, 0.1, 0.0, 0.1), id="factor"),
+        pytest.param(lambda a: a + 0.2, (0.0, 0.0, 0.1, 0.1), id="offset"),
+        pytest.param(lambda a: a + [0.2, 0.0], (0.05, 0.05, 0.05, 0.1 / math.sqrt(2)), id="one channel"),
+    ],
+)
+def test_directions_are_shares_of_a_typical_element(effect, values):
+    a = np.array([[2.0, -2.0], [2.0, -2.0]])
+    sums = Sums.of(quantity(a, effect(a), phase="forward", module="block", use="output", parameter=""))
+    found = dict(sums.directions("activation"))
+    assert found == pytest.approx(dict(zip(("slope", "size", "mean", "channels"), values, strict=True)))
+
+
+@pytest.mark.parametrize(
     ("direction", "effect", "value"),
     [
         pytest.param("slope", lambda a, noise: 1.02 * a + noise, 0.02, id="factor"),

@@ -118,7 +118,7 @@ def test_figures_of_directions(name: str) -> None:
     casts = Casts([tally(seed, plain, kind=kind, noise=0.02) for seed in range(200, 203)], 0.5)
     check_text(TEXTS, told(directions_of(pair, runs, "bfloat16", 1e-4, casts)), "casts")
     check_text(TEXTS, told(directions_of(pair, runs, "bfloat16", 1e-4, Casts([], 0.5))), "casts of no perturbed runs")
-    assert directions_of(pair, runs, "float32", 1e-4) is None and directions_of(pair, [], "bfloat16", 1e-4) is None
+    assert directions_of(pair, runs, "float32", 1e-4) is None
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 9])

@@ -164,6 +164,9 @@ def test_rows_are_routed_where_other_modules_have_another_number(other, rows, sa
     found = routed_rows.RoutedRows(pair, 0).in_one_order((0, "h.0", "input"), 0, (a, a[::-1], None))
     assert found is not None and np.array_equal(found[1], a if reordered else a[::-1])
     assert pair.routed == ({"h.0": 0} if reordered else {})
+    pair.b = Rows({(0, "h.0", "input"): a[1:]} | rest, samples)  # which got another number of rows
+    sides = (a, a[::-1], None)
+    assert routed_rows.RoutedRows(pair, 0).in_one_order((0, "h.0", "input"), 0, sides) is sides
     shorter = (a[1:], a[::-1][1:], None), (a, a[1:], None)
     assert all(routed_rows.RoutedRows(pair, 0).in_one_order((0, "h.0", "input"), 0, each) is each for each in shorter)
 
