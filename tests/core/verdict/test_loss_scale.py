@@ -7,7 +7,8 @@ import pytest
 
 from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.loss_scale import _power_of_two
+from crossframe.verdict.measure.loss_scale import _power_of_two, scaled_on_one_side
+from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import synthetic
 from tests.core.helpers.faulty import CLIP, Faults, record
 
@@ -55,6 +56,18 @@ def test_a_scale_by_hand_holds_for_steps_without_local_gradients(tmp_path):
 
     found = compare(synthetic.record(tmp_path / "a"), synthetic.record(tmp_path / "b", tamper=by_hand))
     assert found.verdict is Verdict.EQUAL, found.reason
+
+
+@pytest.mark.parametrize(("by", "factor"), [(3.0, 3.0), (2.0, 2.0), (1.99, None)])
+def test_factors_of_two_or_more_are_those_of_a_scale(tmp_path, by, factor):
+    def by_hand(phase, step, rank, name, array):
+        return by * array if phase in ("forward", "backward") else array
+
+    a, b = synthetic.record(tmp_path / "a"), synthetic.record(tmp_path / "b", tamper=by_hand)
+    for side, pair in enumerate((Pair(b, a), Pair(a, b))):
+        found = scaled_on_one_side(pair, 0)
+        assert (found is None) == (factor is None)
+        assert found is None or (found.side, found.factor) == (side, pytest.approx(factor, rel=1e-12))
 
 
 def small(phase, step, rank, name, array):
