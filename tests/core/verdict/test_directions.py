@@ -64,7 +64,7 @@ def perturbed(count=4):
     [
         pytest.param(lambda a: 1.1 * a, (0.1, 0.1, 0.0, 0.1), id="factor"),
         pytest.param(lambda a: a + 0.2, (0.0, 0.0, 0.1, 0.1), id="offset"),
-        pytest.param(lambda a: a + [0.2, 0.0], (0.05, 0.05, 0.05, 0.1 / math.sqrt(2)), id="one channel"),
+        pytest.param(lambda a: np.add(a, [0.2, 0.0]), (0.05, 0.05, 0.05, 0.1 / math.sqrt(2)), id="one channel"),
     ],
 )
 def test_directions_are_shares_of_a_typical_element(effect, values):
