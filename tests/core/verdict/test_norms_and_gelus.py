@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from crossframe.alignment.elementwise import gelu_by_erf, gelu_by_tanh, relu
 from crossframe.dtypes import numpy_dtype
 from crossframe.verdict.perturbed_runs.norms_and_gelus import Estimates, Recogniser
 from tests.core.helpers.quantities import quantity
@@ -49,3 +50,24 @@ def test_a_gain_is_the_weight_up_to_five_roundings(off, recognised):
     x = low(np.random.default_rng(0).normal(size=(500, 8)))
     y = (x - x.mean(axis=0)) / x.std(axis=0) * WEIGHT
     assert (estimates(x, np.where(np.arange(8) == 3, 1 + off, 1) * y).gain is not None) is recognised
+
+
+@pytest.mark.parametrize(
+    ("acts", "tanh"),
+    [
+        pytest.param((gelu_by_erf, gelu_by_erf), 0.0, id="erf"),
+        pytest.param((gelu_by_erf, gelu_by_tanh), 1.0, id="erf and tanh"),
+        pytest.param((gelu_by_tanh, gelu_by_erf), -1.0, id="tanh and erf"),
+        pytest.param((gelu_by_erf, relu), None, id="on one side"),
+    ],
+)
+def test_a_gelu_is_recognised_on_both_sides(acts, tanh):
+    recogniser, x = Recogniser(), np.random.default_rng(0).normal(size=(50, 8))
+    sides = (x, x + 1e-3), [act(each) for act, each in zip(acts, (x, x + 1e-3), strict=True)]
+    of_both = [
+        quantity(*each, phase="forward", module=name, use="output", parameter="")
+        for name, each in zip("xy", sides, strict=True)
+    ]
+    assert recogniser.estimates([of_both[0]]).tanh is None
+    found = recogniser.estimates([of_both[1]]).tanh
+    assert found == (None if tanh is None else pytest.approx(tanh, abs=1e-2))
