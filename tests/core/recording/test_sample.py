@@ -52,3 +52,7 @@ def test_a_file_has_eight_bytes_for_each_element():
     assert (again.signature, again.limit, again.least) == (one.signature, one.limit, one.least)
     with pytest.raises(ValueError, match="other places"):
         Sample.from_items(items, 77, 177)
+    few = sample_of(np.arange(1.0, 4.0), 5).to_items(5)
+    assert Sample.from_items(few, 5, 8).places.tolist() == [5, 6, 7]
+    with pytest.raises(ValueError, match="other places"):
+        Sample.from_items(few, 5, 7)

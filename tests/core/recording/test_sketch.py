@@ -1,5 +1,7 @@
 """Sketches: what ranks add up is what the whole has; distances are within the bound that is stated."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout
 from crossframe.params import ParamSpec
 from crossframe.recording.hashing import element_hashes
-from crossframe.recording.sketch import NUM_SUMS, sketches_of
+from crossframe.recording.sketch import NUM_SUMS, Sketch, sketches_of
 
 
 def sketch(values, name="", start=0):
@@ -100,6 +102,13 @@ def test_what_is_not_finite_is_counted_and_in_no_sum():
     assert found.num_not_finite == 2 and found.norm == pytest.approx(np.sqrt(10))
     assert np.isfinite(found.sums).all()
     assert not found.equals(sketch(np.array([1.0, np.nan, -np.inf, 3.0])))
+
+
+def test_a_row_has_all_that_a_sketch_has():
+    one = sketches_of([np.array([3.0, np.nan, -np.inf, 4.0])])[0]
+    again = Sketch.from_row(one.to_row(), 4, "float64", "")
+    assert again.sums.tolist() == one.sums.tolist()
+    assert replace(again, sums=one.sums) == one and (one.num_not_finite, one.norm) == (2, 5.0)
 
 
 def test_several_arrays_at_once_are_as_one_by_one_and_large_ones_as_small():
