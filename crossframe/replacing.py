@@ -1,4 +1,4 @@
-"""Replaces an attribute of a module or a class, or the value of a context variable, for a while."""
+"""Replaces attributes of modules and classes, and values of context variables, for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,3 +46,13 @@ def setting(variable: ContextVar, value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+def subclasses_of(kind: type) -> set[type]:
+    """A class with all its subclasses.
+
+    >>> bool in subclasses_of(int), int in subclasses_of(int)
+    (True, True)
+    """
+    # A metaclass may have another `__subclasses__`.
+    return {kind}.union(*map(subclasses_of, type.__subclasses__(kind)))

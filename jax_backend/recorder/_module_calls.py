@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossframe.replacing import replacing, setting
+from crossframe.replacing import replacing, setting, subclasses_of
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
 from jax_backend.tree import is_floating, path_name
@@ -219,7 +219,7 @@ def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost:
         if "__call__" in vars(cls):
             stack.enter_context(replacing(cls, "__call__", _reporting(vars(cls)["__call__"], leaves_of, outermost)))
 
-    for cls in _classes(base):
+    for cls in subclasses_of(base) - {base}:
         replace(cls)
     if outermost is not None:
         init_subclass = inspect.getattr_static(base, "__init_subclass__")
@@ -229,12 +229,6 @@ def _replace_calls(stack: ExitStack, base: type, leaves_of: Callable, outermost:
             replace(cls)
 
         stack.enter_context(replacing(base, "__init_subclass__", classmethod(replaced)))
-
-
-def _classes(base: type) -> Iterator[type]:
-    for cls in base.__subclasses__():
-        yield cls
-        yield from _classes(cls)
 
 
 def _reporting(own: Any, leaves_of: Callable, outermost: Outermost | None) -> Callable:

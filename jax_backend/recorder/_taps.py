@@ -12,7 +12,7 @@ arguments. If the body updates parameters, each iteration is a step: `unrolled` 
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -231,14 +231,9 @@ def collecting(collector: Collector) -> Iterator[Collector]:
         yield collector
 
 
-@contextmanager
-def not_collecting() -> Iterator[None]:
+def not_collecting() -> AbstractContextManager[None]:
     """A context without taps."""
-    token = _collector.set(None)
-    try:
-        yield
-    finally:
-        _collector.reset(token)
+    return setting(_collector, None)
 
 
 def traced(above: Collector, inputs: Any = (), **options: Any) -> Collector:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from crossframe.replacing import setting
 from jax_backend.recorder._script_session import following, inside_update, root, seen_updates
 from jax_backend.recorder._taps import (
     BY_REFERENCE,
@@ -65,15 +66,12 @@ def _has_updates(mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if seen_updates.get() is not None:  # which the outer function's trace finds
         return False
     seen: list[str] = []
-    token = seen_updates.set(seen)
     try:
-        with not_collecting():
+        with setting(seen_updates, seen), not_collecting():
             # As a new function, which JAX has not traced yet.
             jax.eval_shape(lambda *args, **kwargs: mapped(*args, **kwargs), *args, **kwargs)
     except Exception:  # which the function itself raises
         return False
-    finally:
-        seen_updates.reset(token)
     return bool(seen)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from crossframe.replacing import subclasses_of
 from crossframe.scripts import held_in
 from torch_backend.recorder._module_tree import LARGEST_IN_FULL, lacks_forward, named_buffers
 
@@ -83,14 +84,10 @@ def _ids_of(modules: Sequence[nn.Module]) -> set[int]:
 
 def made_modules() -> Iterator[nn.Module]:
     """All modules, except those whose __init__ has not finished or has failed: they have no attributes to read."""
-    objects, classes = gc.get_objects(), _subclasses(nn.Module)
+    objects, classes = gc.get_objects(), subclasses_of(nn.Module)
     for each in compress(objects, map(classes.__contains__, map(type, objects))):  # of millions of objects
         if "_modules" in vars(each):
             yield each
-
-
-def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_subclasses(each) for each in type.__subclasses__(kind)))
 
 
 def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from crossframe.replacing import replacing
+from crossframe.replacing import replacing, subclasses_of
 from torch_backend.recorder._module_hooks import hooks_left_out, in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
@@ -62,21 +62,15 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
             stack.callback(handle.remove)
         stack.enter_context(hooks_left_out())
         stack.enter_context(replacing(torch.autograd, "backward", _backward(torch.autograd.backward, listener)))
-        for cls in _with_subclasses(torch.amp.GradScaler):
+        for cls in subclasses_of(torch.amp.GradScaler):
             if "scale" in cls.__dict__:
-                stack.enter_context(replacing(cls, "scale", _scale(cls.scale)))
+                stack.enter_context(replacing(cls, "scale", _scale(vars(cls)["scale"])))
         for module, name in _CLIPS:
             stack.enter_context(replacing(module, name, _clip_with_norm(getattr(module, name), listener)))
         if callable(own := getattr(model, "clip_grad_norm_", None)):
             model.__dict__["clip_grad_norm_"] = _clip_of_model(own, listener)
             stack.callback(model.__dict__.pop, "clip_grad_norm_")
         yield
-
-
-def _with_subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    for inner in cls.__subclasses__():
-        yield from _with_subclasses(inner)
 
 
 def _backward(own: Any, listener: Listener) -> Any:
