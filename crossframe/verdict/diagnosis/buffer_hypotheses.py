@@ -42,7 +42,7 @@ def _before(case: Case, recording: Recording) -> np.ndarray | None:
     """The buffer before the step, in float64; None if it was not recorded."""
     q = case.quantity
     assert q.rank is not None
-    if not has_before(recording, q.step, q.buffer):
+    if not has_before(recording, q.step - 1, q.step, q.buffer):
         return None
     side = buffer_value(recording, q.step - 1, q.rank, q.buffer)
     if q.sketches is not None:

@@ -92,7 +92,7 @@ def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
 
 def _unchanged(recording: Recording, step: int, rank: int, name: str) -> np.ndarray | np.bool:
     """The elements that are as before the first step; none if those were not recorded."""
-    if not has_before(recording, step, name, -1):
+    if not has_before(recording, -1, step, name):
         return np.False_
     sides = (buffer_value(recording, at, rank, name) for at in (-1, step))
     first, now, sketches = match_values(*sides, by_sketch=False)
@@ -118,9 +118,8 @@ def _scale(pair: Pair, step: int, rank: int, quantity: Quantity) -> float:
     return max([quantity.norms[0], *(side.norm for side in others)])
 
 
-def has_before(recording: Recording, step: int, name: str, before: int | None = None) -> bool:
-    """Whether a buffer is known, in the shape that it has after a step, after the step before it, or another one before."""
-    before = step - 1 if before is None else before
+def has_before(recording: Recording, before: int, step: int, name: str) -> bool:
+    """Whether a buffer is known after an earlier step (-1: before the first one), in the shape that it has after a step."""
     if before not in (-1, *recording.recorded_steps()) or not recording.has_buffer(before, name):
         return False
     ranks = range(recording.manifest.world_size)
@@ -129,7 +128,7 @@ def has_before(recording: Recording, step: int, name: str, before: int | None = 
 
 def averaged_parameter(recording: Recording, step: int, rank: int, name: str) -> str | None:
     """The parameter of which a buffer is a moving average: b' = b + c (p - b), from equal values. None if there is none."""
-    if not all(has_before(recording, step, name, after) for after in (-1, step - 1)):
+    if not all(has_before(recording, before, step, name) for before in (-1, step - 1)):
         return None
     before, after = (buffer_value(recording, each, rank, name) for each in (step - 1, step))
     start, shape = buffer_value(recording, -1, rank, name), recording.buffer_shape(step, rank, name)
