@@ -156,9 +156,10 @@ class Manifest:
         """The layout that has a parameter."""
         return next(layout for _, layout in self.units if any(param.name == name for param in layout.params))
 
-    def sketches(self, numel: int) -> bool:
-        """Whether a tensor of so many elements is recorded as a sketch. All ranks decide by the whole tensor, and so alike."""
-        return self.detail == SKETCH and numel > WHOLE
+    @cached_property
+    def most_in_full(self) -> float:
+        """The elements up to which a tensor is recorded in full, and not as a sketch. Ranks with a part of it count all of it."""
+        return WHOLE if self.detail == SKETCH else math.inf
 
     def maker(self, module: str, use: str) -> str:
         """The unit whose code computed an activation: the module's own unit for an output, the enclosing one for an input."""

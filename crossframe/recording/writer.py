@@ -178,7 +178,7 @@ class RecordingWriter:
                 f"{where}: expected the sketch with channels first exactly where its order is not known"
             )
         key = event_format.activation_key(use, microbatch, module)
-        if isinstance(value, np.ndarray) and not known and self.manifest.sketches(value.size):
+        if isinstance(value, np.ndarray) and not known and value.size > self.manifest.most_in_full:
             _dtype(value)
             moved = sketches_of([channels_first(value)])[0]
         unit = self.manifest.maker(module, use)
@@ -505,7 +505,7 @@ class RecordingWriter:
         Args:
             numel: number of elements of the whole tensor.
         """
-        if isinstance(value, np.ndarray) and self.manifest.sketches(numel):
+        if isinstance(value, np.ndarray) and numel > self.manifest.most_in_full:
             _dtype(value)
             sample = sample_of(value, start) if fields["phase"] == event_format.PARAMETERS else None
             value = replace(sketches_of([value], start)[0], sample=sample)

@@ -74,6 +74,7 @@ class Writers:
     ) -> None:
         self.source, self._manifest = source, manifest
         self._dims = Dims(source.param_map, channels_last)
+        self._sizes = {name: spec.numel for name, spec in manifest.params.items()}
         self.by_rank = {rank: RecordingWriter(directory, manifest, rank) for rank in source.grid.here}
 
     def records(self, step: int) -> bool:
@@ -132,7 +133,7 @@ class Writers:
         for rank, by_unit in by_rank.items():
             for unit, pieces in by_unit.items():
                 kept = {
-                    name: (start, stop, self._kept(values, self._manifest.params[name].numel, start))
+                    name: (start, stop, self._kept(values, self._sizes[name], start))
                     for name, (start, stop, values) in pieces.items()
                 }
                 getattr(self.by_rank[rank], method)(step, unit, *slot, kept)
@@ -143,7 +144,7 @@ class Writers:
         Args:
             numel: number of elements of the full array.
         """
-        if isinstance(values, Sketch) or not self._manifest.sketches(numel):
+        if isinstance(values, Sketch) or numel <= self._manifest.most_in_full:
             return values
         return sketch_of(values, start)
 

@@ -243,7 +243,7 @@ class Keeper:
         """Convert tensors with equal element ranges to sketches or arrays, by the number of elements of the parameter."""
         # Copies, because memory that a numpy array aliases cannot be freed by resizing, as for unsharded parameters.
         own = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
-        if self.writer.manifest.sketches(numel):
+        if numel > self.writer.manifest.most_in_full:
             return list(sketches_of(own, start))
         return [to_numpy(tensor) for tensor in own]
 
