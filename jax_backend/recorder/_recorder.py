@@ -425,9 +425,10 @@ class Recorder:
 
         @functools.wraps(step)
         def recorded(params: Any, opt_state: Any, batch: Any) -> Any:
-            if self._step == 0 and self.perturbed_run:
-                params = self.params
-            shardings = jax.tree.map(lambda leaf: leaf.sharding if isinstance(leaf, jax.Array) else None, params)
+            shardings: Any = None
+            if self.perturbed_run:
+                params = self.params if self._step == 0 else params
+                shardings = jax.tree.map(lambda leaf: leaf.sharding if isinstance(leaf, jax.Array) else None, params)
             found = run(params, opt_state, batch)
             if not isinstance(found, tuple) or len(found) not in (3, 4):
                 got = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
@@ -440,10 +441,10 @@ class Recorder:
                     f"wrap: expected as the fourth result of the step a dict with keys among {MORE}, got {more!r}"
                 )
             if self.perturbed_run:
-                kept = jax.tree.map(
+                placed = jax.tree.map(
                     lambda leaf, at: leaf if at is None else jax.device_put(leaf, at), found[0], shardings
                 )
-                found = (kept, *found[1:])
+                found = (placed, *found[1:])
             self.step(params=found[0], opt_state=found[1], loss=found[2], batch=batch, **more)
             return found
 
