@@ -158,7 +158,8 @@ class Manifest:
 
     @cached_property
     def most_in_full(self) -> float:
-        """The elements up to which a tensor is recorded in full, and not as a sketch. Ranks with a part of it count all of it."""
+        """The largest number of elements of a tensor that is recorded in full instead of as a sketch. Ranks count the whole tensor,
+        also if they have a part of it, and so decide alike."""
         return WHOLE if self.detail == SKETCH else math.inf
 
     def maker(self, module: str, use: str) -> str:
