@@ -11,7 +11,7 @@ import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Of mix. Backends that hash on an accelerator use the same constants."""
+"""The multipliers of mix. Backends that hash on an accelerator use the same constants."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ODD = np.uint64(GOLDEN)
 

@@ -158,8 +158,8 @@ class Manifest:
 
     @cached_property
     def most_in_full(self) -> float:
-        """The largest number of elements of a tensor that is recorded in full instead of as a sketch. Ranks count the whole tensor,
-        also if they have a part of it, and so decide alike."""
+        """The largest number of elements of a tensor that is recorded in full instead of as a sketch. A rank with a part of a
+        tensor counts the whole tensor, so that all ranks decide alike."""
         return WHOLE if self.detail == SKETCH else math.inf
 
     def maker(self, module: str, use: str) -> str:

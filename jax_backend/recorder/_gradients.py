@@ -44,7 +44,7 @@ class DifferentiatedFunction:
     options: dict[str, Any]
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What JAX returns, and its tap without the interior."""
+        """The result of JAX, and its tap without the interior."""
         own = _repeatable(self.fun)
 
         def fun(*args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,7 @@ def manifest_of(
 
 
 def program(device: Any = None, *, compiled: bool = True) -> dict[str, Any]:
-    """What JAX's bits depend on (`crossframe.recording.program`).
+    """The facts on which JAX's bits depend (`crossframe.recording.program`).
 
     Args:
         compiled: whether steps are jitted; True if that is not known.

@@ -114,7 +114,7 @@ class _Program:
         return self._call(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What it returns, without values."""
+        """The shapes of its results."""
         static = {i % len(args) for i in self._static if args}
         traced_args = {i: arg for i, arg in enumerate(args) if i not in static}
 
@@ -132,7 +132,7 @@ def _broadcast(axes: Any, tree: Any, *, is_prefix: bool = False) -> list[int]:
     """The axis of each leaf.
 
     Args:
-        axes: a prefix of the tree; None in it says that what is there is not mapped.
+        axes: a prefix of the tree; None: not mapped.
         is_prefix: return the axes of the prefix instead.
     """
     numbers = jax.tree.map(lambda axis: _NOT_MAPPED if axis is None else axis, axes, is_leaf=lambda axis: axis is None)

@@ -48,7 +48,7 @@ def following_optimizers() -> Iterator[None]:
 
 
 def _unpacked(optimizer: optax.GradientTransformation) -> Iterator[Callable]:
-    """What `init, update = optax.adam(...)` gets: the functions that attributes yield, which are followed."""
+    """Unpack `init, update = optax.adam(...)`: the functions that the attributes yield, which are followed."""
     return iter((optimizer.init, optimizer.update))
 
 

@@ -68,7 +68,7 @@ class Differentiated(Protocol):
         ...
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What JAX returns, and its tap without the interior."""
+        """The result of JAX, and its tap without the interior."""
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, with the interior."""
@@ -78,7 +78,7 @@ class Differentiated(Protocol):
 
 
 class Session(Protocol):
-    """What the replaced functions call outside of all traces."""
+    """The recording of a script, which replaced functions call outside of all traces."""
 
     perturbed_run: int
     forward_only: bool

@@ -515,7 +515,7 @@ def _of_a_rank(value: Value) -> Any:
 
 
 def _rate(values: Any, state: Any) -> Any:
-    """The learning rate of a step, if the state or the schedule says it."""
+    """The learning rate of a step, if the state or the schedule has it."""
     if (schedule := noted.schedule()) is not None:
         nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, COUNTS))
         counts: list[Any] = [node.count for node in nodes if isinstance(node, COUNTS)]

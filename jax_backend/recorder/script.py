@@ -66,14 +66,14 @@ from jax_backend.recorder._taps import (
 from jax_backend.tree import is_floating, path_name
 
 _MOST_BYTES = 4 * 2**30
-"""What a program may return of the steps inside of it."""
+"""The largest result of a program for the steps inside of it."""
 _NOTICE_SECONDS = 60.0
 """When a script that has not trained so far is told what to add."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a jitted function before it runs. Arguments are known by their index in the flattened arguments.
+    """A jitted function as it is known before it runs. Arguments are known by their index in the flattened arguments.
 
     Attributes:
         kinds: kinds of its taps, in order.

@@ -158,7 +158,7 @@ class _Graph:
         yield from operators
 
     def _whole(self, given: Sequence[Any], trains: Sequence[bool]) -> list[tuple[str, Judged | None, Sequence[Tensor]]]:
-        """What is worst among outputs and among gradients, and these, by phase."""
+        """(phase, the worst of its results, its results): outputs for forward, gradients for backward."""
         cotangents = _cotangents(tensor_leaves(_run(self._compiled, given, trains, None)[0]))
         outputs, grads = _run(self._compiled, given, trains, cotangents)
 
@@ -210,7 +210,7 @@ class _Graph:
             return None
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], trains: Sequence[bool]) -> Callable:
-        """What the backend makes of another graph, with its backward."""
+        """Another graph, compiled by the backend with its backward."""
         with torch.enable_grad():
             return self._backend(module, _fresh(inputs, trains))
 
@@ -324,19 +324,19 @@ class _Probed:
     def _contributions(
         self, grads: Sequence[Tensor], cotangents: Sequence[Tensor | None], ends: Sequence[fx.Node]
     ) -> dict[str, list[Tensor]]:
-        """What adds up to the gradient of each operator's value, where all that reads it says what it contributes."""
+        """The summands of the gradient of each operator's value, if all readers of the value state theirs."""
         parts: dict[str, list[Tensor]] = {}
         for (_, _, source), grad in zip(self._edges, grads, strict=True):
             parts.setdefault(source, []).append(grad)
         for node, cotangent in zip(ends, cotangents, strict=False):
             if cotangent is not None:
                 parts.setdefault(node.name, []).append(cotangent)
-        told = {(name, source) for name, _, source in self._edges}
+        read = {(name, source) for name, _, source in self._edges}
         nodes = {each.name: each for each in self._original.graph.nodes}
         return {
             name: own
             for name, own in parts.items()
-            if all(user.op == "output" or (user.name, name) in told for user in nodes[name].users)
+            if all(user.op == "output" or (user.name, name) in read for user in nodes[name].users)
         }
 
 

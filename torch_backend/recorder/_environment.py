@@ -83,7 +83,7 @@ def _random_states(device: str) -> dict[str, str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
-        # Reading the state would initialise an accelerator that the script does not use. Of mps nothing says whether it is used.
+        # Reading the state would initialise an accelerator that the script does not use. mps does not state whether it is used.
         is_initialized = getattr(module, "is_initialized", lambda: False)
         if device == accelerator.type or is_initialized():
             found[f"torch.{accelerator.type}"] = digest(module.get_rng_state().numpy().tobytes())

@@ -142,7 +142,7 @@ def _of_full(engine: Engine, pieces: Mapping[str, Pieces]) -> Engine:
 
 
 def _params(engine: Engine) -> dict[str, Tensor]:
-    """What the optimizer has of each parameter, by name."""
+    """The optimizer's tensor of each parameter, by name."""
     return {spec.name: param for each in engine.buckets for spec, param in zip(*_each(each), strict=True)}
 
 

@@ -257,7 +257,7 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[
 def _engine_of(
     model: nn.Module, places: Sequence[module_tree.NamedModule], stated: Arrangement, inputs: Sequence[Tensor]
 ) -> Engine:
-    """What shards a model, without regard to pipelines and contexts."""
+    """The engine of a model, without regard to pipelines and contexts."""
     if units_in(model):
         engine = ours(model)
     elif found := [place for place in places if module_tree.is_torch_fsdp1(place.module)]:

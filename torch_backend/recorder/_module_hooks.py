@@ -250,12 +250,12 @@ class Watch:
         assert view is not None
         if view.engine.names is not None:
             names = view.engine.names()
-            told = {names[own]: grad for own, grad in self._engine.grads.items() if own in names}
+            grads = {names[own]: grad for own, grad in self._engine.grads.items() if own in names}
         else:
-            told = self._grads
+            grads = self._grads
         found: dict[str, dict[str, Tensor]] = {}
         for unit, layout in view.units:
-            own = {spec.name: told[spec.name] for spec in layout.params if spec.name in told}
+            own = {spec.name: grads[spec.name] for spec in layout.params if spec.name in grads}
             if own:
                 like = next(iter(own.values()))
                 found.setdefault(unit, {}).update(

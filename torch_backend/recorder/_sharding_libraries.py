@@ -80,7 +80,7 @@ def ours(model: nn.Module) -> Engine:
 
 
 def torch_fsdp1(found: Sequence[module_tree.NamedModule]) -> Engine:
-    """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which says what is in it and what of that is here."""
+    """torch's FullyShardedDataParallel: each wrapper has a flat parameter, which states its elements and this rank's part."""
     wrappers: list[tuple[str, Any]] = [(place.name, place.module) for place in found]
     root, owners = wrappers[0][1], [(name, wrapper) for name, wrapper in wrappers if wrapper._handle is not None]
     meshes = [_mesh_of_wrapper(wrapper) for _, wrapper in owners or wrappers[:1]]

@@ -26,7 +26,7 @@ class MeshGroups:
 
     @property
     def _ranks(self) -> list[list[int]]:
-        """Of both groups; groups of one rank are all alike."""
+        """The ranks of both groups, without groups of one rank."""
         groups = [dist.get_process_group_ranks(group) if group else [] for group in (self.shards, self.replicas)]
         return [ranks if len(ranks) > 1 else [] for ranks in groups]
 
