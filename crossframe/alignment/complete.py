@@ -91,13 +91,13 @@ def _as_in_other_layers(name: str, entries: Mapping[str, MapEntry], first: Array
 
 def _alone(name: str, path: str, entries: Mapping[str, MapEntry], first: Arrays, second: Arrays) -> MapEntry | None:
     """The entry of the only parameter that is left, with the pattern that most parameters of its shapes have."""
-    shapes = first[name].shape, second[path].shape
+    num_dims = first[name].ndim, second[path].ndim
     alike = [
         entry.pattern
         for entry in entries.values()
         if len(entry.paths) == 1
         and not entry.reorders
-        and (first[entry.name].ndim, second[entry.paths[0]].ndim) == tuple(map(len, shapes))
+        and (first[entry.name].ndim, second[entry.paths[0]].ndim) == num_dims
     ]
     for pattern in sorted(dict.fromkeys([*alike, None]), key=alike.count, reverse=True):
         entry = MapEntry(name, path, pattern)

@@ -109,10 +109,10 @@ def _joins_in_module(matching: Matching, name: str) -> set[tuple[tuple[int, int]
     }
 
 
-def distance(matching: Matching, name: str, path: str, found: Rearrangement | None) -> float:
+def distance(matching: Matching, name: str, path: str, found: Rearrangement) -> float:
     """The relative distance of the gradients; NaN if one is missing or zero."""
     gradient, other = matching.gradients[0].get(name), matching.gradients[1].get(path)
-    if gradient is None or other is None or found is None:
+    if gradient is None or other is None:
         return math.nan
     if isinstance(other, Summary):
         if not isinstance(gradient, Summary):

@@ -27,7 +27,7 @@ def solve(canonical: np.ndarray, array: np.ndarray) -> Rearrangement | None:
     >>> solve(x.transpose(1, 2, 0).reshape(8, 3), x).text
     'a b c=4 -> (b c) a'
     """
-    if canonical.shape == array.shape and same_bits(canonical, array):
+    if same_bits(canonical, array):
         return Rearrangement.transposing(tuple(range(array.ndim)))
     if not array.size:
         return None  # no element tells where another dim comes from

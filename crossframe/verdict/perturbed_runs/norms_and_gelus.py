@@ -90,9 +90,8 @@ class Recogniser:
     def estimates(self, group: Sequence[Quantity]) -> Estimates:
         """The estimates of an activation on several ranks."""
         at, found = (group[0].step, group[0].microbatch), Estimates()
-        recent = self._recent.setdefault(at, [])
-        if len(self._recent) > 1:
-            self._recent = {at: recent}
+        recent = self._recent.get(at, [])
+        self._recent = {at: recent}
         for x, y in zip(self._input_of_gelu(recent, group), group, strict=False):
             found += _of_gelu(x, y)
         name = f"input of {group[0].module}"
@@ -118,10 +117,9 @@ class Recogniser:
         if (norm := self._norms[y.name]) is None:
             return Estimates()
         dtype, gains = coarser(*y.dtypes), np.array([*_gains(x.a, y.a, norm), *_gains(x.b, y.b, norm)])
-        weight = self._weight(x, y, norm, gains)
-        if weight is None and self._weights and norm in _OVER_BATCH:
+        weight, over_batch = self._weight(x, y, norm, gains), norm in _OVER_BATCH
+        if weight is None and self._weights and over_batch:
             return Estimates()
-        over_batch = norm in _OVER_BATCH
         statistics = _statistics(x.b, _channel_dim(norm), dtype) if over_batch else frozenset()
         return Estimates(gains=gains, statistics=statistics, cast=_gain_of_cast(weight, dtype))
 
