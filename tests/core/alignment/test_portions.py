@@ -192,20 +192,17 @@ def test_an_array_alone_is_stacked(stacked, patterns):
 
 
 @pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("swapped", [False, True], ids=["joined in the other one", "joined"])
-def test_stacked_arrays_alone_are_joined(layers, swapped):
+def test_stacked_arrays_alone_are_joined(layers, dim, swapped):
     parts = {part: numbers(layers, rows, 6) for part, rows in (("q", 4), ("k", 2))}
     whole = np.concatenate(list(parts.values()), 1)
     if swapped:
-        first, second = (
-            {f"h.{i}.qk": whole[i] for i in range(layers)},
-            {f"layers.{part}": each for part, each in parts.items()},
-        )
+        first = {f"h.{i}.qk": whole[i] for i in range(layers)}
+        second = {f"layers.{part}": np.moveaxis(each, 0, dim) for part, each in parts.items()}
     else:
-        first, second = (
-            {f"h.{i}.{part}": each[i] for i in range(layers) for part, each in parts.items()},
-            {"layers": whole},
-        )
+        first = {f"h.{i}.{part}": each[i] for i in range(layers) for part, each in parts.items()}
+        second = {"layers": np.moveaxis(whole, 0, dim)}
     found = align(first, second)
     assert not found.undecided
     check(found, first, second)
