@@ -141,6 +141,7 @@ class Steps:
             batch = [each.copy() if isinstance(each, np.ndarray) else each for each in batch]
         of_iteration = functools.cache(lambda at: _batch_at(at, batch))  # which gradients share
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
+            self.note_state(*(_known(tap.values.get(name, {})) for name in ("initial_state", "model_state")))
             if tap.kind == GRADIENT:
                 self.begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
                 self._check_updated(tap)
@@ -446,6 +447,11 @@ class Steps:
             losses.append((number, _loss(turn.loss, self.recorder.grid)))
             forwards |= {f"{self._leads[turn.model]}{name}": number for name in turn.model.names}
         self.recorder.add_turns(forwards, losses)
+
+
+def _known(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Those that the program returns."""
+    return {path: value for path, value in values.items() if value.array is not None}
 
 
 def _mean(tap: Tap) -> Any:

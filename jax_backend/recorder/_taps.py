@@ -95,7 +95,7 @@ parameters before and after; of a module its input or output; of a call of a mod
 `_gradients.py`, `_optimizer_updates.py` and `_model_calls.py` make them."""
 ALWAYS = frozenset({"loss", "mini_step", "batch"})
 """Names of values that every program returns."""
-BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "updates", "of_models"})
+BY_REFERENCE = frozenset({"diff", "own_grads", "state_before", "before", "updates", "initial_state", "of_models"})
 """Names of values that no program returns: they are its arguments, or unknown; but a scan returns "before".
 "of_models" are arguments of which each model gets its own element (`_vmapped_models.py`): they have no dim of samples."""
 

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ from jax._src import core
 from jax.sharding import PartitionSpec
 
 from jax_backend.recorder._jitted import Jitted
+from jax_backend.recorder._model_state import carried
 from jax_backend.recorder._module_calls import module_call
 from jax_backend.recorder._script_session import Root, following
-from jax_backend.recorder._taps import collecting, current, of_scan, pack, traced, unpacked
+from jax_backend.recorder._taps import UPDATE, Tap, Value, collecting, current, of_scan, pack, traced, unpacked
 
+_OF_MODEL = ("diff", "before", "state_before", "state", "after")
+"""The values of taps that are parameters, or state of an optimizer."""
 _scan, _fori_loop, _shard_map, _named_call = jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.named_call
 
 
@@ -31,8 +35,8 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
     def body(carry: Any, x: Any) -> Any:
         inner = traced(collector, carry, is_scan=True)
         with collecting(inner):
-            carry, y = f(carry, x)
-        return carry, (y, pack(inner.taps, (), inner))
+            after, y = f(carry, x)
+        return after, (y, pack(_with_state(inner.taps, carry, after), (), inner))
 
     carry, (ys, packed) = _scan(body, init, xs, length, *args, **options)
     if options.get("reverse", args[0] if args else False):
@@ -40,6 +44,32 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
     leaves = jax.tree.leaves(xs)
     collector.add(of_scan(packed, leaves[0].shape[0] if leaves else length or 0, init, collector.inputs))
     return carry, ys
+
+
+def _with_state(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
+    """The taps of the body of a scan; if it updates parameters, the last update has the state of the model that the scan carries.
+
+    What is larger than the model, such as a replay buffer, is left out.
+    """
+    found = list(taps)
+    at = max((i for i, tap in enumerate(found) if tap.kind == UPDATE and not tap.scans), default=None)
+    if at is None:
+        return found
+    own = {id(leaf) for tap in found for name in _OF_MODEL for leaf in _leaves(tap.values.get(name, ()))}
+    most = sum(math.prod(shape) for shape in next((tap.about[1] for tap in found if tap.kind == UPDATE), ()))
+    before, returned = jax.tree.leaves(carry), jax.tree.leaves(after)
+    state = carried((carry,), {}, after, {i for i, leaf in enumerate(before) if id(leaf) in own})
+    state = {path: (i, j) for path, (i, j) in state.items() if before[i].size <= most}
+    values = {
+        "initial_state": {path: Value(before[i]) for path, (i, _) in state.items()},
+        "model_state": {path: Value(returned[j]) for path, (_, j) in state.items()},
+    }
+    found[at] = dataclasses.replace(found[at], values={**found[at].values, **values})
+    return found
+
+
+def _leaves(values: Any) -> list[Any]:
+    return [value.array for value in jax.tree.leaves(values)]
 
 
 def _jitted_scan(f: Any, *args: Any, **options: Any) -> Jitted:

@@ -62,10 +62,26 @@ for batch in batches:
     params = optax.apply_updates(params, updates)
     seen.append(jax.device_get(stats))
 """
+SCANNED = """
+@jax.jit
+def epoch(params, stats, opt_state, replay, batches):
+    def body(carry, batch):
+        params, stats, opt_state, replay = carry
+        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), stats, opt_state, {"replay": replay["replay"] + 1}), stats
+    return jax.lax.scan(body, (params, stats, opt_state, replay), batches)
+tx = optax.sgd(0.1)
+stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
+replay = {"replay": jnp.zeros(1000)}  # larger than the model
+_, stats = epoch(variables["params"], variables["batch_stats"], tx.init(variables["params"]), replay, stacked)
+seen += [jax.device_get(jax.tree.map(lambda leaf: leaf[i], stats)) for i in range(3)]
+"""
 FORMS = {
     "a donated train state": NET + TRAIN_STATE,
     "gradients in jit": NET + OWN_LOOP.format("@jax.jit"),
     "nothing in jit": NET + OWN_LOOP.format(""),
+    "steps in a scan": NET + SCANNED,
 }
 NAMES = ("BatchNorm_0.running_mean", "BatchNorm_0.running_var")
 
@@ -90,10 +106,11 @@ def test_state_is_no_part_of_a_batch(run, tmp_path):
         assert [other.batch(step, 0).digest for step in range(3)] == [first.batch(step, 0).digest for step in range(3)]
 
 
-def test_another_momentum_is_located_and_diagnosed(run, tmp_path):
+@pytest.mark.parametrize("form", ["a donated train state", "steps in a scan"])
+def test_another_momentum_is_located_and_diagnosed(run, tmp_path, form):
     """Nothing of the training reads the running statistics."""
-    run(FORMS["a donated train state"], "right")
-    run(FORMS["a donated train state"], "wrong", 0.5)
+    run(FORMS[form], "right")
+    run(FORMS[form], "wrong", 0.5)
     found = compare(Recording.open(tmp_path / "right"), Recording.open(tmp_path / "wrong"))
     assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
     assert (found.first_divergence.step, found.first_divergence.buffer) == (0, NAMES[0])
@@ -128,30 +145,6 @@ def test_each_device_of_a_pmap_has_its_own(run, tmp_path):
             mean = recording.buffer(step, rank, NAMES[0])
             assert np.array_equal(mean, stats["BatchNorm_0"]["mean"][rank])
     assert not np.array_equal(recording.buffer(0, 0, NAMES[0]), recording.buffer(0, 1, NAMES[0]))
-
-
-SCANNED = """
-@jax.jit
-def epoch(params, stats, opt_state, batches):
-    def body(carry, batch):
-        params, stats, opt_state = carry
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), stats, opt_state), loss
-    return jax.lax.scan(body, (params, stats, opt_state), batches)
-tx = optax.sgd(0.1)
-stacked = jax.tree.map(lambda *each: np.stack(each), *batches)
-(params, stats, opt_state), losses = epoch(variables["params"], variables["batch_stats"], tx.init(variables["params"]), stacked)
-"""
-
-
-def test_state_inside_of_a_scan_over_steps_is_not_recorded(run, tmp_path):
-    run(NET + SCANNED, every=1)
-    scanned = Recording.open(tmp_path / "out")
-    assert scanned.num_steps == 3 and not scanned.initial_buffers() and not scanned.buffers(2)
-    run(FORMS["a donated train state"], "steps", every=1)
-    found = compare(Recording.open(tmp_path / "steps"), scanned)
-    assert not [each for each in found.judged if each.phase == "buffers"]
 
 
 def loop(directory, **options):
