@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
+from crossframe.replacing import setting
 from jax_backend.recorder._module_calls import reporting_modules
 from jax_backend.recorder._perturbed_rounding import rounded
-from jax_backend.recorder._script_session import Root, inside_update
+from jax_backend.recorder._script_session import Root, inside_update, seen_updates
 from jax_backend.recorder._taps import (
     GRADIENT,
     Detail,
@@ -121,6 +122,9 @@ def value_and_grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options:
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         collector = innermost()
+        if seen_updates.get() is not None:  # those inside of a loss function are no steps
+            with setting(seen_updates, []):
+                return real(*args, **kwargs)
         if collector is None or collector.in_loss or inside_update.get():
             return real(*args, **kwargs)
         if isinstance(collector, Root) and collector.is_current():

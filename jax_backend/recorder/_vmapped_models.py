@@ -6,8 +6,10 @@ in common shows there, and it can be compared with a run of this model alone.
 """
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from jax_backend.recorder._taps import (
 )
 
 _vmap = jax.vmap
+_without_updates: set[CodeType] = set()
 
 
 @functools.wraps(_vmap)
@@ -35,7 +38,7 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         collector = following()
-        if collector is None or collector.in_loss or inside_update.get() or not _has_updates(real, args, kwargs):
+        if collector is None or collector.in_loss or inside_update.get() or not _trains(fun, real, args, kwargs):
             return real(*args, **kwargs)
 
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -61,9 +64,11 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
     return call
 
 
-def _has_updates(mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function updates parameters by an optimizer of optax, by a trace of it."""
-    if seen_updates.get() is not None:  # which the outer function's trace finds
+def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function updates parameters by an optimizer of optax. A trial trace tells, once for each function of the script
+    that does not: it may be a simulation that takes long to trace."""
+    code = getattr(inspect.unwrap(getattr(fun, "func", fun)), "__code__", None)
+    if seen_updates.get() is not None or code in _without_updates:  # an outer trial finds those inside
         return False
     seen: list[str] = []
     try:
@@ -72,6 +77,8 @@ def _has_updates(mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             jax.eval_shape(lambda *args, **kwargs: mapped(*args, **kwargs), *args, **kwargs)
     except Exception:  # which the function itself raises
         return False
+    if not seen and code is not None:
+        _without_updates.add(code)
     return bool(seen)
 
 

@@ -69,3 +69,31 @@ def test_the_script_sees_the_same_results(run):
     plain = {}
     exec(SEEDS, plain)
     assert np.array_equal(variables["losses"], plain["losses"])
+
+
+META = (
+    FUNCTIONS
+    + """
+inner, tx = optax.sgd(0.01), optax.sgd(0.1)
+def adapted_loss(params, x, y):
+    grads = jax.grad(loss_fn)(params, x, y)
+    return loss_fn(optax.apply_updates(params, inner.update(grads, inner.init(params))[0]), x, y)
+of_tasks = jax.vmap(jax.value_and_grad(adapted_loss), (None, 0, 0))
+@jax.jit
+def step(params, opt_state, batch):
+    losses, grads = of_tasks(params, *(batch[name].reshape(2, 4, *batch[name].shape[1:]) for name in ("image", "label")))
+    updates, opt_state = tx.update(jax.tree.map(lambda leaf: leaf.mean(0), grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, losses.mean()
+opt_state = tx.init(params)
+for batch in batches:
+    params, opt_state, loss = step(params, opt_state, batch)
+"""
+)
+
+
+def test_an_optimizer_inside_of_a_mapped_loss_trains_no_model_of_its_own(tmp_path, run, capsys):
+    """As in meta-learning, where the gradient passes through steps of each task."""
+    assert run(META, every=1)[0] == 0
+    assert "jax.vmap trains" not in capsys.readouterr().err
+    recording = Recording.open(tmp_path / "out")
+    assert recording.num_steps == 3
