@@ -1,7 +1,7 @@
 """Assigns ranks to devices, and reads each rank's part of arrays on them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
+from crossframe.recording.batches import Batch, batch_of
 from jax_backend.mesh._device_mesh import axes_of, data_axes
 from jax_backend.tree import is_key
 
@@ -119,6 +120,17 @@ class Grid:
         if not whole.ndim or whole.shape[0] % size:
             return whole
         return whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])[rank]
+
+    def batches(self, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:
+        """The batch of each rank of this process.
+
+        Args:
+            microbatches: the arrays of each.
+        """
+        return {
+            rank: batch_of([[self.rows(leaf, rank) for leaf in leaves] for leaves in microbatches])
+            for rank in self.here
+        }
 
     def numbers(self, value: Any) -> dict[int, float]:
         """A number for each rank of this process, from a scalar or from an array with one for each rank."""

@@ -10,7 +10,7 @@ from crossframe.errors import UsageError
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, compute_dtype
 from jax_backend.recorder._module_calls import canonical_module
-from jax_backend.recorder._recorder import Recorder, batches_of
+from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_turns import listed
 from jax_backend.recorder._taps import FORWARD, PackedTap, Tap, unrolled
 
@@ -89,4 +89,4 @@ class ForwardSteps:
             self.recorder.add_interior(
                 ArrayInterior(full, Activations(tuple(activations.values()), tuple(activations)))
             )
-        self.recorder.end_call(loss, list(batches_of(grid, [batch]).values()))
+        self.recorder.end_call(loss, [*grid.batches([batch]).values()])

@@ -21,7 +21,6 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest
-from crossframe.recording.batches import batch_of
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
@@ -575,24 +574,13 @@ class Recorder:
                     f"batch: expected one for each of {len(grid.here)} ranks of this process, got {len(batch)}"
                 )
             return dict(zip(grid.here, batch, strict=True))
-        return batches_of(grid, [jax.tree.leaves(batch if self._samples is None else self._samples(batch))])
+        return grid.batches([jax.tree.leaves(batch if self._samples is None else self._samples(batch))])
 
     def _write_pending(self, most: int) -> None:
         """Write the oldest pending steps, until at most `most` are left."""
         assert self._writers is not None
         while len(self._pending) > most:
             self._writers.write(*self._pending.pop(0))
-
-
-def batches_of(grid: Grid, microbatches: Sequence[Sequence[Any]]) -> dict[int, Batch]:
-    """The batch of each rank of this process.
-
-    Args:
-        microbatches: the arrays of each.
-    """
-    return {
-        rank: batch_of([[grid.rows(leaf, rank) for leaf in leaves] for leaves in microbatches]) for rank in grid.here
-    }
 
 
 def rates_in(opt_state: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
-from jax_backend.recorder._recorder import Recorder, batches_of, rates_in
+from jax_backend.recorder._recorder import Recorder, rates_in
 from jax_backend.recorder._script_interiors import interiors_of
 from jax_backend.recorder._script_turns import (
     USE_RECORDER,
@@ -385,7 +385,7 @@ class Steps:
                     self.recorder.add_interior(interior)
         if records and len(leads) == 1:
             self._add_state(step)
-        batches = list(batches_of(grid, list(parts_of_step.values())).values())
+        batches = [*grid.batches([*parts_of_step.values()]).values()]
         states = {model: _state(turn.update.values["state"], of_arrays=records) for model, turn in last.items()}
         rate = None
         if len(leads) > 1:
