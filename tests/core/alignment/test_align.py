@@ -299,14 +299,17 @@ def test_zeros_are_permuted_as_the_weights_of_their_module(with_gradients):
     rows = Rearrangement("(h kind=3 w=4) -> (kind h w)")
     gradient = values(24, 1)
     gradients = ({"fc.bias": rows(gradient)}, {"dense.b": gradient}) if with_gradients else None
-    found = align({"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "dense.b": bias}, gradients)
+    other = {"embed": values((7, 5), 2)}
+    first, second = {"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "dense.b": bias}
+    found = align(other | first, other | second, gradients)
     assert np.array_equal(found.param_map.by_name["fc.bias"].to_canonical(gradient), rows(gradient))
 
 
-def test_zeros_beside_the_module_of_a_weight_keep_their_order():
+@pytest.mark.parametrize(("name", "path"), [("fc.bias", "shift.b"), ("shift.bias", "dense.b")])
+def test_zeros_beside_the_module_of_a_weight_keep_their_order(name, path):
     form, weight, bias = Rearrangement("(h kind=3 w=4) i -> (kind h w) i"), values((24, 5)), np.zeros(24, np.float32)
-    found = align({"fc.weight": form(weight), "fc.bias": bias}, {"dense.w": weight, "shift.b": bias})
-    assert found.param_map.by_name["fc.bias"] == MapEntry("fc.bias", "shift.b")
+    found = align({"fc.weight": form(weight), name: bias}, {"dense.w": weight, path: bias})
+    assert found.param_map.by_name[name] == MapEntry(name, path)
 
 
 @pytest.mark.parametrize(
