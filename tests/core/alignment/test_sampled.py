@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.alignment import GRADIENTS, MODULES, SAMPLES, SIMILAR, VALUES, align
-from crossframe.alignment.sampled import order_of
+from crossframe.alignment.sampled import order_of, parts_of
 from crossframe.alignment.summary import Summary
 from crossframe.param_map import MapEntry
 from crossframe.rearrange import Rearrangement
@@ -133,6 +133,14 @@ def test_joined_parameters_are_found_in_their_array(dim):
     assert {f"h.{i}.attn.{part}.weight" for i in range(3) for part in "qkv"} <= found.param_map.by_name.keys()
     for entry in found.param_map.entries:
         assert np.array_equal(entry.to_canonical(*(other[path] for path in entry.paths)), params[entry.name])
+
+
+def test_parts_follow_each_other_in_any_order_and_have_places():
+    a, b = values((2, 30, 4))
+    found = parts_of(Summary.of(np.concatenate([b, a])), summaries({"a": a, "b": b}))
+    assert found == {"b": "a[0:30/60] b -> a b", "a": "a[30:60/60] b -> a b"}
+    coarse = np.round(b)  # many elements are equal
+    assert parts_of(Summary.of(np.concatenate([coarse, a])), summaries({"a": a, "b": coarse})) is None
 
 
 def test_stacked_parameters_are_found_in_their_array():
