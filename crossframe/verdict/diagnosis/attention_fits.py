@@ -125,7 +125,6 @@ class Change:
     Attributes:
         kind: "scale", "causal", "keys", "exchanged", "scrambled", or the dtype of scores or shares.
         right, wrong: the attention of both sides.
-        uncertainty: the bound on the error of a fitted factor.
     """
 
     kind: str
@@ -133,7 +132,6 @@ class Change:
     wrong: Attention
     residual: float
     error: float
-    uncertainty: float = 0.0
 
 
 def attention_of(sides: Contrast, inputs: Sequence[Projections], roundoff: float) -> Change | None:
@@ -346,9 +344,7 @@ def _change(sides: Contrast, given: Projections, right: Attention, tolerance: fl
             if share >= _ALIKE and 2 * norm(rows) <= part.difference:
                 return Change(low, right, wrong, norm(rows), tolerance)
     wrong = _constants(part.wrong, given, right, capped=False, seen=seen)
-    steep = distance(replace(wrong, factor=wrong.factor * (1 + 1e-4)).of(given)[:, seen], wrong.of(given)[:, seen])
-    found = fits("scale", wrong, given)
-    return found and replace(found, uncertainty=tolerance * 1e-4 * wrong.factor / steep)
+    return fits("scale", wrong, given)
 
 
 def _rotated(x: np.ndarray, base: float, adjacent: bool) -> np.ndarray:

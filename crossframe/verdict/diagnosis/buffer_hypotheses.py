@@ -6,7 +6,7 @@ import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.verdict.diagnosis.case import Case
-from crossframe.verdict.diagnosis.fit import Claim, Contrast, Fit, accepted, factor_between
+from crossframe.verdict.diagnosis.fit import Contrast, Fit, accepted, factor_between
 from crossframe.verdict.measure.buffers import buffer_value, has_before
 from crossframe.verdict.measure.metrics import distance, norm
 
@@ -16,7 +16,7 @@ def not_updated(case: Case) -> Iterator[Fit]:
     before = _before(case, case.wrong)
     if before is not None and distance(case.both.wrong, before) == 0.0:
         text = f"{case.names[1]} has the value from before the step: the buffer is not updated"
-        yield Fit("stale_copy", text, 0.0, 0.0, Claim("stale"))
+        yield Fit("stale_copy", text, 0.0)
 
 
 def factor_of_change(case: Case) -> Iterator[Fit]:
@@ -34,7 +34,7 @@ def factor_of_change(case: Case) -> Iterator[Fit]:
         rounding = 4 * case.both.roundoff * (norm(start) + norm(case.both.right))
         residual = moved.residual(factor * moved.right)
         if factor and accepted(residual, moved.difference, case.limit + rounding):
-            yield Fit("constant_factor", text.format(factor), residual, 0.0, Claim("", factor))
+            yield Fit("constant_factor", text.format(factor), residual)
             return
 
 

@@ -22,7 +22,7 @@ def uneven_weights(case: Case) -> Iterator[Fit]:
     """With unequal numbers of samples per rank, one side averages over samples and the other over ranks."""
     world = case.right.manifest.world_size
     counts = np.array([len(case.right.batch(case.step, rank).sample_ids) for rank in range(world)], float)
-    if case.quantity.sketched or world != case.wrong.manifest.world_size or not counts.all() or np.ptp(counts) == 0:
+    if world != case.wrong.manifest.world_size or np.ptp(counts) == 0:
         return
     shares = counts / counts.sum()
     fed = f"ranks have {', '.join(f'{count:g}' for count in counts)} samples"
@@ -54,8 +54,8 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
     inverses of all f add up to W. Parts of the loss that no count divides may be left out: all ranks' gradients of some parameter
     must be multiples.
     """
-    world, is_loss = case.right.manifest.world_size, case.phase == FORWARD and case.quantity.event == "loss"
-    if case.quantity.sketched or world != case.wrong.manifest.world_size:
+    world, is_loss = case.right.manifest.world_size, case.phase == FORWARD
+    if world != case.wrong.manifest.world_size:
         return
     if not is_loss and case.phase != BACKWARD:
         return
@@ -92,7 +92,7 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
     """(right, wrong) loss or local gradient of each rank."""
-    if case.phase == FORWARD and case.quantity.event == "loss" and case.quantity.rank is not None:
+    if case.phase == FORWARD and case.quantity.rank is not None:
         rows = [recording.losses()[case.step] for recording in (case.right, case.wrong)]
         return [(np.array([x]), np.array([y])) for x, y in zip(*rows, strict=True)]
     if case.phase != BACKWARD:
@@ -107,9 +107,9 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
     An embedding shows this: rows that only this microbatch looked up have no gradient, and rows that it did not look up have the
     correct one.
     """
-    if case.phase not in (BACKWARD, REDUCE) or case.quantity.sketched:
+    if case.phase not in (BACKWARD, REDUCE):
         return
-    num = 1 + max((at[0] for at in case.right.activations(case.step)), default=0)
+    num = case.microbatches_of(case.right)
     if num < 2:
         return
     for name, spec in case.right.manifest.params.items():
@@ -147,7 +147,7 @@ def lost_by_span(case: Case) -> Iterator[Fit]:
     With fewer positions than features, the inputs of the other microbatches do not span all features. The wrong gradient is
     within their span, the right one is not.
     """
-    if case.phase not in (BACKWARD, REDUCE) or case.quantity.sketched:
+    if case.phase not in (BACKWARD, REDUCE):
         return
     # All parameters of a step have the same answer.
     known = _SPANS.setdefault(case.wrong, {})
@@ -166,7 +166,7 @@ _SPANS: "WeakKeyDictionary[Recording, dict[Any, _Span | None]]" = WeakKeyDiction
 
 def _spanned(case: Case) -> _Span | None:
     """(lost microbatch, evidence, residual and error relative to the gradient)."""
-    num = 1 + max((at[0] for at in case.right.activations(case.step)), default=0)
+    num = case.microbatches_of(case.right)
     if num < 2:
         return None
     for name, spec in case.right.manifest.params.items():
@@ -253,7 +253,7 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
     padding = sum(sum(getattr(layout, "spaces", ())) for _, layout in case.wrong.manifest.units)
     extras, errors, sizes = [], [], []
     for step in case.wrong.recorded_steps():
-        told = case.wrong.grad_norm(step, case.quantity.rank or 0)
+        told = case.wrong.grad_norm(step, 0)
         names = [name for name in case.wrong.manifest.params if case.wrong.has(REDUCE, step, name)]
         if told is None or not names or not math.isfinite(told):
             continue
@@ -261,7 +261,7 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
         extras.append(told**2 - own**2)
         errors.append(2 * case.limit * told)
         sizes.append(own**2)
-    if not padding or len(extras) < 2 or min(extras) <= 100 * max(errors) or np.ptp(sizes) <= 4 * max(errors):
+    if not padding or not extras or min(extras) <= 100 * max(errors) or np.ptp(sizes) <= 4 * max(errors):
         return
     if np.ptp(extras) > 2 * max(errors):
         return
@@ -270,7 +270,7 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
         f"the squared norm in {case.names[1]} exceeds that of its own gradients by {np.mean(extras):.6g} at each of "
         f"{len(extras)} steps, as with {padding} padding elements of {each:.4g} each"
     )
-    yield Fit("padding_counted", text, 0.0, case.limit, Claim("padding", each, each * max(errors) / min(extras)))
+    yield Fit("padding_counted", text, 0.0, case.limit)
 
 
 ALL = (uneven_weights, uneven_counts, lost_microbatch, lost_by_span, padding_in_gradient_norm)

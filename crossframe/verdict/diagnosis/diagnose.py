@@ -8,7 +8,7 @@ import numpy as np
 from crossframe.dtypes import coarser
 from crossframe.errors import RecordingError
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, PARAMETERS
+from crossframe.recording.event_format import BACKWARD, BUFFERS, COUNT, FORWARD, PARAMETERS
 from crossframe.verdict.diagnosis import (
     buffer_hypotheses,
     count_hypotheses,
@@ -104,6 +104,8 @@ def _fits(case: Case) -> Iterator[Fit]:
     """All accepted hypotheses, with either side assumed to be right."""
     if case.phase == BUFFERS:
         hypotheses = buffer_hypotheses.ALL
+    elif case.quantity.use == COUNT:
+        hypotheses = (movement_hypotheses.lost_count,)
     elif case.quantity.sketched:
         hypotheses = _OF_SKETCHES
     elif case.quantity.kind == FORWARD:

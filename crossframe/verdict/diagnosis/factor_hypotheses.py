@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.event_format import COUNT, FORWARD, UNSHARDED
+from crossframe.recording.event_format import FORWARD, UNSHARDED
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import Factor, counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.fit import PLAIN, Claim, Contrast, Fit, accepted
@@ -19,7 +19,7 @@ UNRELATED = 0.1
 
 def constant_factor(case: Case) -> Iterator[Fit]:
     """wrong = c * right. Symmetric, so tried with one assignment of sides only."""
-    if case.swapped or case.quantity.use == COUNT:
+    if case.swapped:
         return
     sides = _over_ranks(case)
     factor = factor_of(sides)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from crossframe.verdict.diagnosis.fit import TINY, Contrast, Key, accepted, first_accepted, sum_roundoff
+from crossframe.verdict.diagnosis.fit import Contrast, Key, accepted, first_accepted, sum_roundoff
 from crossframe.verdict.measure.metrics import distance, norm
 
 Affine = tuple[np.ndarray, np.ndarray | None]
@@ -82,19 +82,14 @@ def _output(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nd
     return np.zeros(0) if found is None else found + (0.0 if bias is None else bias[:, None, None])
 
 
-def other_scale(
-    sides: Contrast, inputs: tuple[np.ndarray, np.ndarray], own: Affine, others: Mapping[Key, Affine]
-) -> tuple[Key, float, float] | None:
-    """`other_kernel` for a norm, whose weight multiplies the last dim. Both inputs must be equal."""
+def other_scale(sides: Contrast, own: Affine, others: Mapping[Key, Affine]) -> tuple[Key, float, float] | None:
+    """`other_kernel` for a norm, whose weight multiplies the last dim, from the right side's output for an equal input."""
     weight, bias = own
     if sides.right.shape[-1:] != weight.shape or not weight.all():
         return None
     normed = (sides.right - (0.0 if bias is None else bias)) / weight
     largest = max((float(np.abs(theirs / weight).max()) for theirs, _ in others.values()), default=0.0)
-    error = sides.limit * (1 + largest)
-    if distance(*inputs) > error * norm(inputs[0]) / max(norm(sides.right), TINY):
-        return None
-    error += 8 * sides.roundoff * norm(sides.wrong)
+    error = sides.limit * (1 + largest) + 8 * sides.roundoff * norm(sides.wrong)
     predicted = ((key, normed * theirs + (0.0 if shift is None else shift)) for key, (theirs, shift) in others.items())
     found = first_accepted(sides, predicted, error)
     return found and (*found, error)

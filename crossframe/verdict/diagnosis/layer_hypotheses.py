@@ -18,7 +18,7 @@ from crossframe.verdict.diagnosis.attention_fits import (
     head_counts,
 )
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Claim, Fit, Key, accepted
+from crossframe.verdict.diagnosis.fit import Fit, Key, accepted
 from crossframe.verdict.diagnosis.kernel_fits import Affine, other_kernel, other_scale
 from crossframe.verdict.diagnosis.layer_fits import (
     MOST_ROWS,
@@ -50,7 +50,7 @@ def shifted_positions(case: Case) -> Iterator[Fit]:
             rows = f"{abs(found.rows)} row{'s' if abs(found.rows) > 1 else ''}"
             where = f"{rows} {'later' if found.rows > 0 else 'earlier'} than {case.names[0]}"
             text = f"{case.names[1]} looks up each position in {name} {where}"
-            yield Fit("shifted_positions", text, found.residual, found.error, Claim("positions", found.rows))
+            yield Fit("shifted_positions", text, found.residual, found.error)
 
 
 def _other_rows(case: Case) -> Iterator[Fit]:
@@ -64,7 +64,7 @@ def _other_rows(case: Case) -> Iterator[Fit]:
             f"{case.names[1]} looks up {found.num_shifted} of {found.total} positions in the table of {case.quantity.module} "
             f"some rows later or earlier than {case.names[0]}: {shifts}"
         )
-        yield Fit("shifted_positions", text, 0.0, 0.0, Claim("rows", found.shifts[0]))
+        yield Fit("shifted_positions", text, 0.0)
 
 
 def _position_tables(case: Case) -> Iterator[tuple[str, np.ndarray]]:
@@ -114,13 +114,12 @@ def later_positions(case: Case) -> Iterator[Fit]:
             f"of the {len(of_position)} positions of each sample all differ but the last one, which sees all others in any case: "
             "one run attends to later positions, and the other does not"
         )
-        yield Fit("causal_mask", text, residual, 0.0, Claim("causal"))
+        yield Fit("causal_mask", text, residual)
 
 
 def _described(case: Case, found: Change) -> Fit:
     right, wrong = case.names
     heads = f"attention of {found.right.heads} heads"
-    claim = Claim(found.kind)
     match found.kind:
         case "scale":
             width = math.prod(case.both.right.shape[2:]) // found.right.heads
@@ -128,7 +127,6 @@ def _described(case: Case, found: Change) -> Fit:
             which = f" (1 / the square root of {width}, a head's width)" if usual else ""
             text = f"{heads} multiplies scores by {found.right.factor:.6g}{which} in {right}, and by "
             signature, text = "attention_scale", f"{text}{found.wrong.factor:.6g} in {wrong}"
-            claim = Claim("scale", found.wrong.factor, found.uncertainty)
         case "causal":
             masked, unmasked = (right, wrong) if found.right.causal else (wrong, right)
             signature = "causal_mask"
@@ -146,7 +144,7 @@ def _described(case: Case, found: Change) -> Fit:
             text = f"{heads} reads (positions, width) as (heads, positions, head width) in {wrong}, without exchanging dims"
         case dtype:
             signature, text = "low_precision", f"{heads} rounds its scores or shares to {dtype} in {wrong}"
-    return Fit(signature, text, found.residual, found.error, claim)
+    return Fit(signature, text, found.residual, found.error)
 
 
 def _num_keys(side: Attention, shape: tuple[int, ...]) -> int:
@@ -236,7 +234,7 @@ def padding_in_norm(case: Case) -> Iterator[Fit]:
                 f"{case.quantity.module} is a {found.text} over {found.numel} elements in {case.names[0]}; in {case.names[1]} "
                 f"its mean is over {found.counted}, {found.counted - found.numel} of which are padding"
             )
-            yield Fit("padding_counted", text, found.residual, found.error, Claim("counted", found.counted))
+            yield Fit("padding_counted", text, found.residual, found.error)
             return
 
 
@@ -258,7 +256,7 @@ def padding_in_pooling(case: Case) -> Iterator[Fit]:
                 f"{case.names[0]} {found.text.format(f'the first {found.counted} of {found.total} positions')} of the {at[2]} of "
                 f"{at[1]}, {case.names[1]} {found.wrong.format('all positions')}"
             )
-            yield Fit("padding_counted", text, found.residual, found.error, Claim("pooled"))
+            yield Fit("padding_counted", text, found.residual, found.error)
             return
 
 
@@ -276,7 +274,7 @@ def modules_exchanged(case: Case) -> Iterator[Fit]:
         residual = distance(both[1], case.both.right)
         if distance(both[0], case.both.right) > 2 * case.limit and accepted(residual, case.both.difference, case.limit):
             text = f"in {case.names[1]} {at[1]} has the input that {here[1]} has in {case.names[0]}: modules run in another order"
-            yield Fit("mixed_parameters", text, residual, 0.0, Claim("order"))
+            yield Fit("mixed_parameters", text, residual)
             return
 
 
@@ -295,13 +293,13 @@ def other_layer(case: Case) -> Iterator[Fit]:
                 others[module] = theirs
     earlier = {step: old for step in range(case.step) if (old := parameters_of(case, step=step)) is not None}
     for used in (others, _with_own_bias(others, params), earlier, _with_own_bias(earlier, params)):
-        found = other_scale(case.sides, given, params, used)
+        found = other_scale(case.sides, params, used)
         if found := found or other_kernel(case.sides, given, params, used, case.compute_roundoff):
             which, signature = f"the weight of {found[0]}", "mixed_parameters"
             if used is not others and isinstance(found[0], int):
                 which, signature = f"its weight before step {found[0]}", "stale_copy"
             text = f"{case.module} uses {which} in {case.names[1]} and its own weight in {case.names[0]}"
-            yield Fit(signature, text, found[1], found[2], Claim(signature))
+            yield Fit(signature, text, found[1], found[2])
             return
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.case import At, Case
-from crossframe.verdict.diagnosis.fit import Claim, Fit
+from crossframe.verdict.diagnosis.fit import Fit
 from crossframe.verdict.diagnosis.kernel_fits import kernel_reordered, paddings_of
 from crossframe.verdict.diagnosis.module_fits import (
     ERF_GELU,
@@ -52,7 +52,7 @@ def norm_epsilon(case: Case) -> Iterator[Fit]:
         return
     for what, given, weight, bias in _norms(case):
         found = norm_epsilons(case.sides, given, weight, bias, case.compute_roundoff)
-        if found is None and case.compute_roundoff >= COARSE and case.quantity.dtypes[0] == case.quantity.dtypes[1]:
+        if found is None and case.compute_roundoff >= COARSE:
             found = rounded_epsilons(case.sides, given, weight, bias, case.quantity.dtypes[0])
         if found is None:
             continue
@@ -63,8 +63,7 @@ def norm_epsilon(case: Case) -> Iterator[Fit]:
                 f"{what} is a {found.text} with an epsilon of {found.right} in {case.names[0]} and "
                 f"{found.wrong} in {case.names[1]}{f' (+- {uncertainty:.0e})' if uncertainty else ''}"
             )
-        claim = Claim("epsilon", found.wrong.value, found.wrong.uncertainty)
-        yield Fit("norm_epsilon", text, found.residual, 0.0, claim)
+        yield Fit("norm_epsilon", text, found.residual)
         return
 
 
@@ -96,7 +95,7 @@ def tanh_gelu(case: Case) -> Iterator[Fit]:
             # Other differing functions have no signature.
             if {found.right, found.wrong} == {ERF_GELU, TANH_GELU}:
                 of = f"with x the {at[2]} of {at[1]}, {case.names[0]} has {found.right} and {case.names[1]} has {found.wrong}"
-                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.residual, found.error, Claim("gelu"))
+                yield Fit("tanh_gelu", of + (gate[0] if gate else ""), found.residual, found.error)
             return
 
 
@@ -111,7 +110,7 @@ def dropout(case: Case) -> Iterator[Fit]:
             return
     if not case.swapped and (found := two_masks_of(case.sides)):
         text = f"both drop {found.share:.3f} of {found.numel} elements, with different masks"
-        yield Fit("dropout", text, found.residual, 0.0, Claim("dropout"))
+        yield Fit("dropout", text, found.residual)
 
 
 def _dropped(case: Case, found: Dropped, what: str) -> Fit:
@@ -119,7 +118,7 @@ def _dropped(case: Case, found: Dropped, what: str) -> Fit:
         f"in {case.names[1]} {found.share:.3f} of {found.numel} {what} are dropped, and the others are multiplied by "
         f"{found.factor:.4g}: dropout with p = {1 - 1 / found.factor:.3g}"
     )
-    return Fit("dropout", text, found.residual, 0.0, Claim("dropout", 1 - 1 / found.factor, 1e-6))
+    return Fit("dropout", text, found.residual)
 
 
 def transposed_kernel(case: Case) -> Iterator[Fit]:
@@ -129,7 +128,7 @@ def transposed_kernel(case: Case) -> Iterator[Fit]:
         return
     if found := kernel_reordered(case.sides, given, *params, case.compute_roundoff):
         text = f"{case.names[0]} uses the weight of {case.module} unchanged, {case.names[1]} uses it {found[0]}"
-        yield Fit("transposed", text, found[1], 0.0, Claim("kernel"))
+        yield Fit("transposed", text, found[1])
 
 
 def convolution_padding(case: Case) -> Iterator[Fit]:
@@ -143,7 +142,7 @@ def convolution_padding(case: Case) -> Iterator[Fit]:
             f"{case.quantity.module} is a convolution with stride {stride} and {first} zeros before height and width in "
             f"{case.names[0]}, {second} in {case.names[1]}"
         )
-        yield Fit("padding_shift", text, residual, 0.0, Claim("padding"))
+        yield Fit("padding_shift", text, residual)
 
 
 def factor_of_branch(case: Case) -> Iterator[Fit]:
@@ -154,7 +153,7 @@ def factor_of_branch(case: Case) -> Iterator[Fit]:
         if found := branch_of(case.sides, branch):
             times = 0.0 if abs(found.factor) <= found.error else found.factor
             text = f"{case.names[1]} adds {times:.6g} times {name} that {case.names[0]} adds"
-            yield Fit("constant_factor", text, found.residual, 0.0, Claim("branch", times, found.error))
+            yield Fit("constant_factor", text, found.residual)
             return
 
 
@@ -254,7 +253,7 @@ def low_precision(case: Case) -> Iterator[Fit]:
             bits = math.log2(step / case.compute_roundoff) * (wrong != right).sum()
             if fits == 1.0 and others <= 0.5 and bits >= LEAST_BITS:
                 text = f"in {case.names[1]} all elements are {low} values{scaled}, in {case.names[0]} {others:.0%} are"
-                yield Fit("low_precision", f"{text}: it is computed in {low}", 0.0, 0.0, Claim(low))
+                yield Fit("low_precision", f"{text}: it is computed in {low}", 0.0)
                 return
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.event_format import BACKWARD, COUNT, FORWARD, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
 from crossframe.verdict.diagnosis.movement_fits import read_elsewhere, same_as, shift_of, transposition_of
@@ -27,7 +27,7 @@ def transposed(case: Case) -> Iterator[Fit]:
 
 def padding_shift(case: Case) -> Iterator[Fit]:
     """The elements are shifted, possibly by a length of padding."""
-    if case.swapped or case.phase not in (*SHARDED, BACKWARD) or case.quantity.sketched or case.quantity.use == COUNT:
+    if case.swapped or case.phase not in (*SHARDED, BACKWARD):
         return
     paddings = _paddings(case)
     shift = shift_of(case.both, case.start, case.stop, [*paddings])
@@ -80,9 +80,6 @@ def _paddings(case: Case) -> dict[int, str]:
 
 def stale_copy(case: Case) -> Iterator[Fit]:
     """The value of the previous step, or a value that the step did not change."""
-    if case.quantity.use == COUNT:
-        yield from _lost_count(case)
-        return
     if case.phase in (STATE, UPDATE):
         yield from _not_stepped(case)
         return
@@ -119,7 +116,8 @@ def _gathered(case: Case, held: np.ndarray | None) -> np.ndarray | None:
     return held if held is None or case.quantity.sketched else held.astype(case.quantity.a.dtype)
 
 
-def _lost_count(case: Case) -> Iterator[Fit]:
+def lost_count(case: Case) -> Iterator[Fit]:
+    """The optimizer's count of steps began anew."""
     counts = [float(side.reshape(-1)[0]) for side in (case.both.right, case.both.wrong)]
     if counts[1] < counts[0]:
         text = f"the optimizer of {case.names[1]} counted {counts[1]:g} steps instead of {counts[0]:g}"
@@ -143,7 +141,7 @@ def _not_stepped(case: Case) -> Iterator[Fit]:
 
 def mixed_parameters(case: Case) -> Iterator[Fit]:
     """The values belong to another parameter."""
-    if case.quantity.sketched or not case.name or case.quantity.use == COUNT:
+    if not case.name:
         return
     specs = case.right.manifest.params
     numel = specs[case.name].numel

@@ -28,7 +28,7 @@ from crossframe.verdict.measure.values import assemble
 
 def optimizer(case: Case) -> Iterator[Fit]:
     """The wrong side's optimizer deviates from its rule, and the right side's follows it."""
-    if case.quantity.sketched or case.phase not in (STATE, UPDATE):
+    if case.phase not in (STATE, UPDATE):
         return
     kind, other = rule_of(case.right), case.wrong.manifest.settings.get("optimizer")
     if kind is None or (other in MOMENTS and other != kind):
@@ -48,7 +48,7 @@ def change_of_update(case: Case) -> Iterator[Fit]:
 
     Both sides start from equal parameters, and their optimizer states agree, because they come earlier.
     """
-    if case.quantity.sketched or case.phase != UPDATE:
+    if case.phase != UPDATE:
         return
     if any(_follows_rule(case, recording) for recording in (case.right, case.wrong)):
         return
@@ -92,7 +92,7 @@ def _follows_rule(case: Case, recording: Recording) -> bool:
 
 def decay_in_gradient(case: Case) -> Iterator[Fit]:
     """A gradient contains a multiple of its parameter."""
-    if case.quantity.sketched or case.phase not in (BACKWARD, REDUCE):
+    if case.phase not in (BACKWARD, REDUCE):
         return
     before = case.before(case.right, case.step, case.name)
     if before is None:

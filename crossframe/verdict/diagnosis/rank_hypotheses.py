@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossframe.recording.event_format import BACKWARD, COUNT, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
+from crossframe.recording.event_format import BACKWARD, NORM, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted
 from crossframe.verdict.diagnosis.rank_fits import absent_ranks, low_reduction, weighted_ranks
@@ -17,7 +17,7 @@ SHARDED = (PARAMETERS, UNSHARDED, REDUCE, STATE, UPDATE)
 
 def factor_of_ranks(case: Case) -> Iterator[Fit]:
     """The gradients of some ranks have another weight in the mean."""
-    if case.phase != REDUCE or case.quantity.sketched or (grads := case.local_grads(case.wrong, case.name)) is None:
+    if case.phase != REDUCE or (grads := case.local_grads(case.wrong, case.name)) is None:
         return
     found = weighted_ranks(case.sides, [case.cut(grad) for grad in grads], case.reduce_roundoff)
     if found is not None:
@@ -44,7 +44,7 @@ def missing_rank(case: Case) -> Iterator[Fit]:
                 f"in {case.names[1]} the gradients of ranks {list(found.ranks)} of {len(grads)} are missing; {divided}"
             )
             yield Fit("missing_rank", text, found.residual, found.error, Claim(text))
-    if case.phase in SHARDED and case.whole and case.quantity.use != COUNT:
+    if case.phase in SHARDED and case.whole:
         yield from _missing_slice(case)
         yield from _missing_slice_of_unit(case)
 
@@ -126,13 +126,11 @@ def _norm_of_one(case: Case) -> Iterator[Fit]:
             tolerance = case.limit + 4 * case.compute_roundoff * math.sqrt(square)
             if accepted(residual := case.both.residual(predicted), case.both.difference, tolerance):
                 evidence = f"the norm in {case.names[1]} is over the shards with those of rank {rank} {text}"
-                yield Fit("missing_rank", evidence, residual, 0.0, Claim("norm"))
+                yield Fit("missing_rank", evidence, residual)
 
 
 def low_precision_reduction(case: Case) -> Iterator[Fit]:
     """Gradients were reduced in a coarser dtype, or those of microbatches were added up in the coarser dtype of the reduction."""
-    if case.quantity.sketched:
-        return
     if case.phase == BACKWARD:
         yield from _accumulated_low(case)
     if case.phase != REDUCE:

@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -318,6 +319,8 @@ def test_gradients_that_are_in_bfloat16_anyway_were_not_summed_in_it(factor: flo
     right = np.mean(wide, axis=0)
     assert low_reduction(Contrast.of(right, low, 1e-6), wide, 2) is not None
     assert low_reduction(Contrast.of(factor * right, low, 1e-6), wide, 2) is None
+    sums = [grads[0].astype(np.float32) + part * grads[1].astype(np.float32) for part in (1.0, 0.5)]
+    assert low_reduction(Contrast.of(*sums, norm(sums[0])), None, 1, num_microbatches=2) is None
 
 
 def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
@@ -446,6 +449,8 @@ def test_no_rule_is_changed_that_neither_side_follows() -> None:
     scattered = Update(right.before, right.after + noise, right.moments, right.roundoff)
     assert best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after))) is not None
     assert update_deviations(scattered, wrong, RULE, None, norm(scattered.after - wrong.after)) == []
+    uphill = replace(right, after=2 * right.before - right.after)
+    assert update_deviations(uphill, wrong, RULE, None, norm(uphill.after - wrong.after), states_decay=False) == []
 
 
 def test_a_schedules_rate_is_read_off_the_right_side() -> None:
@@ -454,6 +459,8 @@ def test_a_schedules_rate_is_read_off_the_right_side() -> None:
     wrong = updates(0, changed(rate=0.0031, decay=0.0))[1]
     found = best(update_deviations(right[1], wrong, RULE, None, norm(right[1].after - wrong.after)))
     assert found is not None and found.signature == "weight_decay", found
+    assert follow_one_rule(right[1], updates(9, scheduled)[1], RULE)
+    assert not follow_one_rule(right[1], updates(9, changed(rate=0.0032))[1], RULE)
 
 
 def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
@@ -517,6 +524,8 @@ def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> Non
     )
     found = best(moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
     assert found is not None and found.signature == "weight_decay", found
+    right, wrong = (replace(side, gradient=-side.gradient) for side in (right, wrong))  # no scale has a sign
+    assert moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)) == []
 
 
 def test_clipping_that_is_not_recorded_scales_gradients_but_not_their_decay() -> None:
@@ -683,7 +692,7 @@ def test_a_branch_that_comes_in_another_number_of_times() -> None:
 
 @pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 3, 2), (1, 0, 3, 2)])
 def test_kernels_of_convolutions_in_another_order(order: tuple[int, ...]) -> None:
-    x, weight, bias = drawn(0, 2, 3, 6, 6), drawn(1, 3, 3, 3, 3), drawn(2, 3)
+    x, weight, bias = drawn(0, 2, 3, 6, 6), drawn(1, 3, 3, 5, 5), drawn(2, 3)
     right, wrong = (convolved(x, w) + bias[:, None, None] for w in (weight, weight.transpose(order)))  # type: ignore[operator]
     found = kernel_reordered(contrast(right, wrong), (x, x), weight, bias, 2.0**-24)
     assert found is not None
@@ -696,7 +705,7 @@ def test_kernels_of_convolutions_in_another_order(order: tuple[int, ...]) -> Non
 def test_a_convolution_that_pads_on_one_side_is_found(stride: int) -> None:
     x, weight, bias = drawn(1, 2, 3, 8, 8), drawn(2, 4, 3, 3, 3), drawn(3, 4)
 
-    def output(before: int) -> np.ndarray:
+    def output(before: int, x: np.ndarray = x) -> np.ndarray:
         padded = np.pad(x, ((0, 0), (0, 0), (before, 2 - before), (before, 2 - before)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::stride, ::stride]
         return np.einsum("bihwyx,oiyx->bohw", windows, weight) + bias[:, None, None]
@@ -706,6 +715,7 @@ def test_a_convolution_that_pads_on_one_side_is_found(stride: int) -> None:
     assert found is not None and found[:2] == (stride, (1, 0)) and found[2] < 1e-4 * sides.difference
     other = contrast(output(1), output(1) + 0.1 * drawn(4, *output(1).shape))
     assert paddings_of(other, (x, x), weight, bias, 2.0**-24) is None
+    assert paddings_of(contrast(output(1), output(1, 2 * x)), (x, 2 * x), weight, bias, 2.0**-24) is None
     assert paddings_of(sides, (x[:, :2], x[:, :2]), weight, bias, 2.0**-24) is None
 
 

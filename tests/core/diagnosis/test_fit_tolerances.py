@@ -280,7 +280,7 @@ def other_weight(ndim: int) -> Fault:
         right, wrong = (x @ weight.T + bias for weight, bias in (own, other))
         return Fault(lambda sides: other_kernel(sides, (x, x), own, {"theirs": other}, SINGLE), right, wrong)
     right, wrong = (x * weight + bias for weight, bias in (own, other))
-    return Fault(lambda sides: other_scale(sides, (x, x), own, {"theirs": other}), right, wrong)
+    return Fault(lambda sides: other_scale(sides, own, {"theirs": other}), right, wrong)
 
 
 PLAIN = Attention(2, 2, causal=True, factor=0.5)
@@ -291,7 +291,7 @@ KEYS = np.arange(6) < np.array([[6], [4], [3]])
 def attending(right: Attention, wrong: Attention, given: Projections = GIVEN, other: Projections = GIVEN) -> Fault:
     def fit(sides: Contrast) -> str | None:
         found = attention_of(sides, (given, given), SINGLE)
-        return found and f"{found.kind} {described((found.right, found.wrong, found.error, found.uncertainty))}"
+        return found and f"{found.kind} {described((found.right, found.wrong, found.error))}"
 
     return Fault(fit, right.of(given), wrong.of(other), searched=wrong == changed(factor=0.25))
 

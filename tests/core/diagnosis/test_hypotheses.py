@@ -72,7 +72,7 @@ def test_positions_are_found_in_activations_with_and_without_a_batch(made, batch
     tokens, rows = np.random.default_rng(3).normal(size=(*batch, 3, 3)), START[[1, 2, 3] if by > 0 else [3, 0, 1]]
     case = made(tokens + START[:3], tokens + rows, **INPUT_OF_BLOCK)
     (fit,) = shifted_positions(case)
-    assert (fit.signature, fit.claim.value) == ("shifted_positions", by)
+    assert fit.signature == "shifted_positions"
     assert f"b looks up each position in 'embed' 1 row {'later' if by > 0 else 'earlier'} than a" in fit.evidence
 
 
