@@ -228,8 +228,7 @@ def on_grid(array: np.ndarray, low: str, roundoff: float = 0.0) -> float:
     values = array[array != 0]
     if not values.size:
         return 0.0
-    with np.errstate(over="ignore"):
-        off = np.abs(values.astype(numpy_dtype(low)).astype(np.float64) - values)
+    off = np.abs(values.astype(numpy_dtype(low)).astype(np.float64) - values)
     return float(np.mean(off <= 2 * roundoff * np.abs(values)))
 
 
@@ -237,28 +236,27 @@ def _coarse_means(grads: Sequence[np.ndarray], low: str, num_replicas: int) -> I
     dtype, num_ranks = numpy_dtype(low), len(grads)
     factors = divide_factors(num_ranks)
     exact = [np.asarray(grad, np.float64) for grad in grads]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for before, after in {(1.0, float(num_ranks)), (factors.before, factors.after), (float(num_ranks), 1.0)}:
-            cast = [(grad / before).astype(dtype) for grad in exact]
-            yield (
-                f"the gradients were cast to {low} before they were summed",
-                np.sum([c.astype(np.float64) for c in cast], axis=0) / after,
-            )
-            if num_replicas > 1:
-                groups = np.array(exact).reshape(num_replicas, -1, *exact[0].shape) / before
-                parts = groups.sum(axis=1).astype(dtype).astype(np.float64)
-                yield f"the sums of replicas were cast to {low} before they were added", parts.sum(axis=0) / after
-                mean = (parts.sum(axis=0) / after).astype(dtype).astype(np.float64)
-                yield f"the sums of replicas were cast to {low} and added in it", mean
-            for order in _orders(num_ranks):
-                total = cast[order[0]]
-                for i in order[1:]:
-                    total = (total.astype(np.float64) + cast[i].astype(np.float64)).astype(dtype)
-                mean = total.astype(np.float64) / after
-                yield f"the gradients were summed in {low}", mean
-                yield f"the gradients were summed in {low}", mean.astype(dtype).astype(np.float64)
-        mean = np.mean(exact, axis=0)
-        yield f"the mean was cast to {low}", mean.astype(dtype).astype(np.float64)
+    for before, after in {(1.0, float(num_ranks)), (factors.before, factors.after), (float(num_ranks), 1.0)}:
+        cast = [(grad / before).astype(dtype) for grad in exact]
+        yield (
+            f"the gradients were cast to {low} before they were summed",
+            np.sum([c.astype(np.float64) for c in cast], axis=0) / after,
+        )
+        if num_replicas > 1:
+            groups = np.array(exact).reshape(num_replicas, -1, *exact[0].shape) / before
+            parts = groups.sum(axis=1).astype(dtype).astype(np.float64)
+            yield f"the sums of replicas were cast to {low} before they were added", parts.sum(axis=0) / after
+            mean = (parts.sum(axis=0) / after).astype(dtype).astype(np.float64)
+            yield f"the sums of replicas were cast to {low} and added in it", mean
+        for order in _orders(num_ranks):
+            total = cast[order[0]]
+            for i in order[1:]:
+                total = (total.astype(np.float64) + cast[i].astype(np.float64)).astype(dtype)
+            mean = total.astype(np.float64) / after
+            yield f"the gradients were summed in {low}", mean
+            yield f"the gradients were summed in {low}", mean.astype(dtype).astype(np.float64)
+    mean = np.mean(exact, axis=0)
+    yield f"the mean was cast to {low}", mean.astype(dtype).astype(np.float64)
 
 
 def _orders(num_ranks: int) -> Iterator[tuple[int, ...]]:

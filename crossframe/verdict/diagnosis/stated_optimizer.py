@@ -204,7 +204,7 @@ def slots_of(recording: Recording, kind: str) -> tuple[str, ...]:
     values = {slot: assemble(recording, STATE, steps[0], name, slot).elements for slot in slots}
     for first, second in permutations(slots, 2):
         x, y = values[first], values[second]
-        if steps[0] == 0 and x is not None and y is not None and x.shape == y.shape and _is_square(x, y):
+        if x is not None and y is not None and _is_square(x, y):
             return first, second
     return ()
 

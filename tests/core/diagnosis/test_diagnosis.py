@@ -305,6 +305,8 @@ def test_sums_of_replicas_that_were_cast_before_they_were_added_are_told() -> No
     found = low_reduction(sides, grads, 4, num_replicas=2)
     assert found is not None and "sums of replicas were cast to bfloat16" in found.text
     assert low_reduction(sides, grads, 4) is None
+    mean = Contrast.of(right, right.astype(ml_dtypes.bfloat16).astype(np.float32), 1e-7 * norm(right))
+    assert low_reduction(mean, grads, 4).text == "the mean was cast to bfloat16"
 
 
 @pytest.mark.parametrize("factor", [2.0, -1.0])
@@ -319,8 +321,9 @@ def test_gradients_that_are_in_bfloat16_anyway_were_not_summed_in_it(factor: flo
     right = np.mean(wide, axis=0)
     assert low_reduction(Contrast.of(right, low, 1e-6), wide, 2) is not None
     assert low_reduction(Contrast.of(factor * right, low, 1e-6), wide, 2) is None
-    sums = [grads[0].astype(np.float32) + part * grads[1].astype(np.float32) for part in (1.0, 0.5)]
-    assert low_reduction(Contrast.of(*sums, norm(sums[0])), None, 1, num_microbatches=2) is None
+    near = (grads[1].astype(np.float32) * (1 + 2.0**-7)).astype(ml_dtypes.bfloat16)
+    sums = [grads[0].astype(np.float32) + part.astype(np.float32) for part in (grads[1], near)]
+    assert low_reduction(Contrast.of(*sums, 1e-6), None, 1, num_microbatches=2) is None
 
 
 def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
@@ -449,8 +452,8 @@ def test_no_rule_is_changed_that_neither_side_follows() -> None:
     scattered = Update(right.before, right.after + noise, right.moments, right.roundoff)
     assert best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after))) is not None
     assert update_deviations(scattered, wrong, RULE, None, norm(scattered.after - wrong.after)) == []
-    uphill = replace(right, after=2 * right.before - right.after)
-    assert update_deviations(uphill, wrong, RULE, None, norm(uphill.after - wrong.after), states_decay=False) == []
+    uphill = [replace(side, after=2 * side.before - side.after) for side in (right, wrong)]
+    assert update_deviations(*uphill, RULE, None, norm(right.after - wrong.after), states_decay=False) == []
 
 
 def test_a_schedules_rate_is_read_off_the_right_side() -> None:
@@ -461,6 +464,12 @@ def test_a_schedules_rate_is_read_off_the_right_side() -> None:
     assert found is not None and found.signature == "weight_decay", found
     assert follow_one_rule(right[1], updates(9, scheduled)[1], RULE)
     assert not follow_one_rule(right[1], updates(9, changed(rate=0.0032))[1], RULE)
+
+
+def test_a_parameter_of_zeros_has_no_decay() -> None:
+    right, wrong = updates(0, changed(rate=0.011), size=0.0)
+    found = best(update_deviations(right, wrong, RULE, None, norm(right.after - wrong.after)))
+    assert found is not None and found.signature == "constant_factor", found
 
 
 def test_a_count_that_was_lost_long_ago_is_told_where_it_is_counted() -> None:
@@ -695,7 +704,7 @@ def test_kernels_of_convolutions_in_another_order(order: tuple[int, ...]) -> Non
     x, weight, bias = drawn(0, 2, 3, 6, 6), drawn(1, 3, 3, 5, 5), drawn(2, 3)
     right, wrong = (convolved(x, w) + bias[:, None, None] for w in (weight, weight.transpose(order)))  # type: ignore[operator]
     found = kernel_reordered(contrast(right, wrong), (x, x), weight, bias, 2.0**-24)
-    assert found is not None
+    assert found is not None and right.shape == x.shape
     assert (
         kernel_reordered(contrast(right, right + 0.01 * drawn(5, *right.shape)), (x, x), weight, bias, 2.0**-24) is None
     )
