@@ -98,6 +98,7 @@ def test_a_factor_is_found_to_the_rounding_of_the_sides(seed: int, shape: tuple[
 def test_a_factor_is_called_by_what_the_run_counts(value: float, said: str | None) -> None:
     counts = {"the world size": 8.0, "the number of replicas": 2.0, "the accumulation steps": 3.0}
     assert name_of(value * (1 + 1e-9), 1e-7, counts) == said
+    assert name_of(value * (1 + 1e-13), 0.0, counts) == said
 
 
 def test_counts_are_those_of_the_run() -> None:
@@ -213,6 +214,7 @@ def test_zeros_and_ones_lie_everywhere_and_say_nothing() -> None:
     grads = [x, x.T]
     assert mixed_ranks(Contrast(np.mean(grads, axis=0), np.zeros((6, 6)), 1e-12), grads, [noise, noise.T]) is None
     assert transposition_of(Contrast(ones, ones + 1, 0.0)) is None
+    assert read_elsewhere(Contrast(drawn(0, 4), np.ones(4), 0.0), {"q": np.ones(9)}) is None
     assert transposition_of(Contrast(0 * ones, -0.0 * ones, 0.0)) is None  # other bits, and no difference
     assert shift_of(Contrast(np.zeros(9), np.eye(9)[3], 0.0)) is None
     assert factor_of(Contrast(np.zeros(5), drawn(0, 5), 1e-9)) is None
@@ -533,6 +535,10 @@ def test_gradients_that_something_scaled_on_both_sides_are_no_departure() -> Non
     )
     found = best(moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)))
     assert found is not None and found.signature == "weight_decay", found
+    noise, gradient = drawn(9, 60), right.gradient
+    noise -= gradient * (gradient @ noise) / (gradient @ gradient)  # it fits the scale
+    scattered = replace(right, new=right.new + 1e-3 * noise)
+    assert moment_deviations(scattered, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)) == []
     right, wrong = (replace(side, gradient=-side.gradient) for side in (right, wrong))  # no scale has a sign
     assert moment_deviations(right, wrong, Average(0.9, 0.1), (), norm(right.new - wrong.new)) == []
 
