@@ -806,34 +806,62 @@ def test_stories_agree_within_what_was_fitted() -> None:
     assert not Claim("decay", 0.1).same(Claim("epsilon", 0.1))
 
 
-def fed(*steps: list[list[int]], labels: str = "") -> list[list[Batch]]:
-    return [[Batch(f"{labels}{ids}", tuple(ids)) for ids in ranks] for ranks in steps]
+def fed(*steps: list[list[int]]) -> list[list[Batch]]:
+    return [[Batch(f"{ids}", tuple(ids)) for ids in ranks] for ranks in steps]
 
 
-RIGHT = fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]])
+FIRST, *LATER = [[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]
+RIGHT = fed(FIRST, *LATER)
 
 
 @pytest.mark.parametrize(
     ("other", "step", "said"),
     [
-        (fed([[0, 1], [2, 3]], [[5, 4], [6, 7]], [[8, 9], [10, 11]]), 1, "the same samples in a different order"),
-        (fed([[2, 3], [0, 1]], [[6, 7], [4, 5]], [[10, 11], [8, 9]]), 0, "the batches of ranks [1, 0] of a"),
-        (fed([[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8, 9], [8, 9]]), 0, "of ranks [0, 0] of a: some twice, some never"),
-        (fed([[0, 1], [2, 2]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "in b 1 samples were used more than once"),
-        (fed([[0, 2], [1, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "distributed differently"),
-        (fed([[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b is 1 step ahead of a"),
-        (fed([[90, 91], [92, 93]], [[0, 1], [2, 3]], [[4, 5], [6, 7]]), 0, "b is 1 step behind a"),
-        (fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]), 0, "all steps together used the same samples"),
-        (fed([[0, 1], [2, 77]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
-        (fed([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], labels="other"), 0, "but with different values"),
-        (fed([[0, 1, 4, 5], [2, 3, 6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b has the samples of steps 0 to 1"),
-        (fed([[0, 1], [2, 3]], [[4, 5, 8, 9], [6, 7, 10, 11]], [[12, 13], [14, 15]]), 1, "left out 1 optimizer step"),
+        (fed(FIRST, [[5, 4], [6, 7]], LATER[1]), 1, "ranks [0] received the same samples in a different order"),
+        (fed([[2, 3], [0, 1]], *LATER), 0, "the ranks of b received the batches of ranks [1, 0] of a"),
+        (
+            fed([[0, 1], [0, 1]], [[4, 5], [4, 5]], [[8, 9], [8, 9]]),
+            0,
+            "the ranks of b received the batches of ranks [0, 0] of a: some twice, some never",
+        ),
+        (fed([[0, 1], [2, 2]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]), 0, "in b 1 samples were used more than once in the step"),
+        (
+            fed([[0, 2], [1, 3]], *LATER),
+            0,
+            "all ranks together received the same samples, distributed differently",
+        ),
+        (fed([[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]), 0, "b is 1 step ahead of a in the data"),
+        (fed([[90, 91], [92, 93]], [[0, 1], [2, 3]], [[4, 5], [6, 7]]), 0, "b is 1 step behind a in the data"),
+        (
+            fed([[0, 1], [8, 9]], [[4, 5], [6, 7]], [[2, 3], [10, 11]]),
+            0,
+            "all steps together used the same samples in a different order",
+        ),
+        (fed([[0, 1], [2, 77, 78]], *LATER), 0, "of 4 samples in a and 5 in b, 3 are the same"),
+        (fed(FIRST, LATER[0], [[90, 91], [92, 93]]), 2, "of 4 samples in a and 4 in b, 0 are the same"),
+        (fed([[0, 1]], [[4, 5]], [[8, 9]]), 0, "of 4 samples in a and 2 in b, 2 are the same"),
+        (
+            [[Batch("other", (0, 1)), RIGHT[0][1]], *RIGHT[1:]],
+            0,
+            "ranks [0] received the same samples in the same order, but with different values",
+        ),
+        (
+            fed([[0, 1, 4, 5], [2, 3, 6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]]),
+            0,
+            "b has the samples of steps 0 to 1 of a in one step: it left out 1 optimizer step",
+        ),
+        (
+            fed(FIRST, [[4, 5, 8, 9], [6, 7, 10, 11]], [[12, 13], [14, 15]]),
+            1,
+            "b has the samples of steps 1 to 2 of a in one step: it left out 1 optimizer step",
+        ),
         (fed([[0, 1, 2, 4]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]), 0, "of 4 samples in a and 4 in b, 3 are the same"),
     ],
 )  # fmt: skip
 def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
     found = batch_difference(RIGHT, other, ("a", "b"))
-    assert found is not None and found.step == step and said in found.text, found
+    assert found is not None and (found.step, found.text) == (step, said)
+    assert (found.same_samples, found.lost_step) == ("different values" in said, "left out" in said)
 
 
 def test_batches_that_are_the_same_differ_in_nothing() -> None:
