@@ -34,7 +34,7 @@ def uneven_weights(case: Case) -> Iterator[Fit]:
         residual = distance(case.sides.wrong.reshape(-1), plain)
         fits = distance(case.sides.right.reshape(-1), weighted) <= error
         if fits and accepted(residual, case.sides.difference, error):
-            yield Fit("uneven_weights", text, residual, error, Claim("uneven"))
+            yield Fit("uneven_weights", text, residual, error)
     elif (sides := _of_all_ranks(case)) is not None:
         # The right side multiplies a rank's loss by its share of samples times the number of ranks.
         residuals = [distance(right, shares[rank] * world * wrong) for rank, (right, wrong) in enumerate(sides)]
@@ -44,7 +44,7 @@ def uneven_weights(case: Case) -> Iterator[Fit]:
             all(residual <= error for residual, error in zip(residuals, errors, strict=True))
             and 2 * norm(np.array(residuals)) <= whole
         ):
-            yield Fit("uneven_weights", text, max(residuals), max(errors), Claim("uneven"))
+            yield Fit("uneven_weights", text, max(residuals), max(errors))
 
 
 def uneven_counts(case: Case) -> Iterator[Fit]:
@@ -87,7 +87,7 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
         f"ranks, which have shares of {shares} of them"
     )
     size = norm(case.both.right)
-    yield Fit("uneven_weights", text, apart * size, within * size, Claim("uneven"))
+    yield Fit("uneven_weights", text, apart * size, within * size)
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:

@@ -171,7 +171,7 @@ class Claim:
     """A claim that other parameters of the same step can confirm.
 
     Attributes:
-        kind: the kind of fault.
+        kind: what tells faults of one signature apart, if anything else than a constant does.
         value, error: a fitted constant and the bound on its error; None without a constant.
     """
 

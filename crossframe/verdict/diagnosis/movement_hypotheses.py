@@ -37,7 +37,7 @@ def padding_shift(case: Case) -> Iterator[Fit]:
     places = f"shifted by {elements} to {'later' if shift.by > 0 else 'earlier'} positions"
     why = f", the length of {paddings[abs(shift.by)]}" if abs(shift.by) in paddings else ""
     text = f"{_holds(case)} {places}, in all {shift.overlap} elements whose source is known{why}"
-    yield Fit("padding_shift", text, shift.residual, 0.0, Claim("shift"))
+    yield Fit("padding_shift", text, shift.residual)
 
 
 def read_from_others(case: Case) -> Iterator[Fit]:
@@ -56,7 +56,7 @@ def read_from_others(case: Case) -> Iterator[Fit]:
             f"{case.names[1]} has the elements of {found.first!r} from {found.start} on{also}, as if read from a flat tensor of "
             "parameters and padding at another position"
         )
-        yield Fit("padding_shift", text, found.residual, 0.0, Claim("shift"))
+        yield Fit("padding_shift", text, found.residual)
 
 
 def _paddings(case: Case) -> dict[int, str]:
@@ -89,9 +89,9 @@ def stale_copy(case: Case) -> Iterator[Fit]:
     text = f"{case.names[1]} {'gathered' if case.phase == UNSHARDED else 'has'} its value of the previous step"
     if case.phase == UNSHARDED and distance(case.sides.wrong, case.cut(earlier)) == 0.0:
         # Bitwise equal to the old value and not to the shards: accepted even for constant values.
-        yield Fit("stale_copy", text, 0.0, 0.0, Claim("stale"))
+        yield Fit("stale_copy", text, 0.0)
     elif found := same_as(case.sides, {text: case.cut(earlier)}):
-        yield Fit("stale_copy", text, found.residual, 0.0, Claim("stale"))
+        yield Fit("stale_copy", text, found.residual)
     if case.phase in (BACKWARD, REDUCE):
         both = case.sides.right + case.cut(earlier)
         tolerance = case.limit + 4 * case.sides.roundoff * norm(both)
@@ -136,7 +136,7 @@ def _not_stepped(case: Case) -> Iterator[Fit]:
     now = case.both.wrong if case.quantity.sketched else case.read(case.wrong, case.phase, case.step, case.name, slot)
     if now is not None and norm(case.sides.right) and distance(case.cut(now), case.cut(earlier)) == 0.0:
         text = f"in {case.names[1]} the step did not change {what} in any bit"
-        yield Fit("lost_step", text, 0.0, 0.0, Claim("lost"))
+        yield Fit("lost_step", text, 0.0)
 
 
 def mixed_parameters(case: Case) -> Iterator[Fit]:
@@ -152,7 +152,7 @@ def mixed_parameters(case: Case) -> Iterator[Fit]:
             continue
         if found := same_as(case.sides, {other: case.cut(theirs)}):
             text = f"{case.names[1]} has the values of {other!r}"
-            yield Fit("mixed_parameters", text, found.residual, 0.0, Claim("mixed"))
+            yield Fit("mixed_parameters", text, found.residual)
         if case.phase == REDUCE:
             yield from _mixed_on_ranks(case, other)
 
@@ -173,7 +173,7 @@ def _mixed_on_ranks(case: Case, other: str) -> Iterator[Fit]:
     both = [[case.cut(grad) for grad in grads] for grads in (own, theirs)]
     if found := mixed_ranks(case.sides, both[0], both[1], case.reduce_roundoff):
         text = f"in {case.names[1]} the sum contains the gradients of {other!r} from ranks {list(found.ranks)} instead of its own"
-        yield Fit("mixed_parameters", text, found.residual, found.error, Claim("mixed"))
+        yield Fit("mixed_parameters", text, found.residual, found.error)
 
 
 def tied_weight(case: Case) -> Iterator[Fit]:
@@ -183,7 +183,7 @@ def tied_weight(case: Case) -> Iterator[Fit]:
     aliases = {alias for side in (case.right, case.wrong) for alias in side.manifest.params[case.name].aliases}
     if aliases and not norm(case.sides.wrong):
         text = f"its gradient is zero in {case.names[1]}: neither {case.name!r} nor {', '.join(map(repr, aliases))} contributes"
-        yield Fit("tied_weight", text, 0.0, 0.0, Claim("tied"))
+        yield Fit("tied_weight", text, 0.0)
         return
     found = uses_of(case.sides, _looked_up(case)) or uses_of(case.sides)
     if found is None or (found.looked_up is None and not aliases):
@@ -197,7 +197,7 @@ def tied_weight(case: Case) -> Iterator[Fit]:
         f"in {case.names[1]} the gradient of the {found.num_rows} rows that were looked up {times}, and the gradient of the "
         f"use of all {len(case.sides.right)} rows counts {('not at all', 'once', 'twice')[found.all_rows]}{also}"
     )
-    yield Fit("tied_weight", text, found.residual, 0.0, Claim("tied"))
+    yield Fit("tied_weight", text, found.residual)
 
 
 def _looked_up(case: Case) -> np.ndarray | None:
