@@ -38,6 +38,7 @@ from crossframe.processes import module_command
 from crossframe.replacing import replacing
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
+from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
@@ -86,12 +87,14 @@ class ScriptRecorder:
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
         self._knew_jax = "jax" in sys.modules  # not by the script
-        self._until_found = ExitStack()
+        self._until_found = self._whole_run = ExitStack()
+        self._knows_fastai = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
         with ExitStack() as stack:
+            self._whole_run = stack
             if self._options.get("perturbed_run"):
                 stack.enter_context(
                     replacing(_rendezvous, "_create_c10d_store", self._with_own_keys(_rendezvous._create_c10d_store))
@@ -204,6 +207,8 @@ class ScriptRecorder:
         Args:
             options: of `Recorder`.
         """
+        if not (self._knows_fastai or self._forward_only):
+            self._knows_fastai = follow_fastai(self._whole_run)
         own, mine = self._own(modules)
         if not mine and sum(map(reshard, modules)):
             own, mine = self._own(modules)
