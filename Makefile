@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORLD_SIZE ?= 2
 FAULTS ?= 200
-WORKERS ?= 2
+# Many tests wait for processes that they start: two processors have time for a third worker.
+WORKERS ?= 3
 
 .PHONY: parity test exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
 .DEFAULT_GOAL := help
@@ -40,13 +41,13 @@ parity: $(INSTALLED)
 
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 exhaustive: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --exhaustive
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --exhaustive
 
 jax-defaults: $(INSTALLED)
-	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
+	CROSSFRAME_TESTS_OF_JAX_DEFAULTS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/on_jax
 
 # A machine with a GPU has its own builds of torch and JAX: nothing is installed. Each part takes less than 10 minutes.
 gpu: gpu-tests gpu-jax gpu-parity gpu-bench
@@ -57,8 +58,8 @@ gpu-tests:
 
 # On GPUs, what needs no more devices than there are; then all of it on the CPU, with the JAX of that machine.
 gpu-jax:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
-	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile tests/on_jax
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal tests/on_jax
+	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal tests/on_jax
 
 gpu-parity:
 	$(PYTHON) -m experiments parity gpt --device cuda --world-size 1

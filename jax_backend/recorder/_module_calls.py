@@ -102,6 +102,7 @@ def _report(name: str, use: str, values: Any) -> None:
 def description(module: Any) -> str:
     """The class of a module and its options: attributes that are numbers, texts, dtypes and functions.
 
+    >>> import jax.numpy as jnp
     >>> class Norm:
     ...     def __init__(self):
     ...         self.epsilon, self.axes, self.scale = 1e-6, (0, -1), jnp.ones(3)

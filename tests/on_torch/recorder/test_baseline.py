@@ -115,6 +115,7 @@ def test_an_unseeded_function_gets_no_golden(tmp_path):
         updating.matches("../one", trains())
 
 
+@pytest.mark.exhaustive
 def test_the_plugin_updates_goldens_under_xdist_and_compares_with_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
