@@ -57,8 +57,15 @@ class OpenStep:
     _stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     _rates: dict[int, list[Tensor | float]] = field(default_factory=dict)
 
-    def backward(self, loss: Tensor, forwards: int, params: Iterable[int]) -> None:
-        """A backward begins after this number of forwards, through parameters with these ids."""
+    def backward(self, loss: Tensor, forwards: int, params: Iterable[int], *, is_copy: bool = False) -> None:
+        """A backward begins after this number of forwards, through parameters with these ids.
+
+        Args:
+            is_copy: whether the loss is a copy of that on which backward was called since the last forward.
+        """
+        while is_copy and self._before_backward and self._before_backward[-1] == forwards:
+            self._before_backward.pop()
+            self.losses.pop()
         self.losses.append(loss.clone())
         self._before_backward.append(forwards)
         if self.has_grads:

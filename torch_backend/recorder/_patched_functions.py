@@ -23,8 +23,12 @@ _CLIPS = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils,
 class Listener:
     """Callbacks, which do nothing by default."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward begins from a scalar, before loss scaling."""
+    def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
+        """Backward begins from a scalar, before loss scaling.
+
+        Args:
+            stands_for: the tensor from which its hooks go on, if the graph of the loss ends there (`_stand_in`).
+        """
 
     def scaled(self, scaler: Any) -> None:
         """A GradScaler scaled the loss of the next backward."""
@@ -78,12 +82,28 @@ def _backward(own: Any, listener: Listener) -> Any:
         if not in_backward():
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                    listener.backward(getattr(tensor, _UNSCALED, tensor).detach())
+                    loss = getattr(tensor, _UNSCALED, tensor)
+                    listener.backward(loss.detach(), _stand_in(loss))
                     if (scaler := getattr(tensor, _SCALER, None)) is not None:
                         listener.scaled(scaler)
         return own(tensors, *args, **kwargs)
 
     return backward
+
+
+def _stand_in(loss: Tensor) -> Tensor | None:
+    """A scalar with hooks from which a loss is computed by itself, as `loss / 2`; None if it depends on anything else.
+
+    Losses with a cache of gradients are such: they call backward on the loss of their outputs, and give the trainer a copy of the
+    loss, whose hook calls backward of the model.
+    """
+    leaf, node = loss, loss.grad_fn
+    while node is not None:
+        following = [each for each, _ in node.next_functions if each is not None]
+        if len(following) > 1:
+            return None
+        leaf, node = getattr(node, "variable", leaf), following[0] if following else None
+    return leaf if leaf.is_leaf and leaf.numel() == 1 and leaf._backward_hooks else None
 
 
 def _scale(own: Any) -> Any:

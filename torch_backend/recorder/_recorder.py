@@ -426,13 +426,14 @@ class Recorder(Listener):
             size = full(found.detach()).to(torch.float64).square().mean().sqrt()
         self._end_step(size)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
         with quietly():
             self.write_late()
-            for part in self._parts:
+            is_copy = stands_for is not None and not self._has_any([stands_for])
+            for part in self._parts if not is_copy else ():
                 part.watch.backward_begins()
             params = [i for keeper in self._keepers for i in keeper.params]
-            self._open.backward(loss, self._parts[0].watch.microbatches, params)
+            self._open.backward(loss, self._parts[0].watch.microbatches, params, is_copy=is_copy)
             if self._trace is not None:
                 self._trace.result(loss)
 

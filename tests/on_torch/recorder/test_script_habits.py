@@ -1,6 +1,7 @@
 """What training scripts do besides a plain step: schedules, clipping by hand, optimizers of one's own, and other habits."""
 
 import copy
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from tests.core.helpers.random_layouts import QUICK
 from tests.on_torch.helpers.recorded_loops import WORDS, Net, batches
-from torch_backend.recorder import Recorder
+from torch_backend.recorder import Recorder, script
 
 CLIP = 0.05
 
@@ -73,6 +74,60 @@ def test_rates_are_recorded_at_every_step(plain, tmp_path):
     found = compare(plain, train(tmp_path / "longer", warmup=8))
     assert found.verdict is Verdict.INCOMPARABLE
     assert found.reason.startswith("learning rate differs: 0.0025 in plain, 0.00125 in longer")
+
+
+CONTRASTIVE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def loss_of(vectors):
+    return nn.functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+def loss_with_cache(x):
+    \"\"\"Parts of the batch go on from the cached gradients of all vectors.\"\"\"
+    parts = x.split(2)
+    with torch.no_grad():
+        vectors = torch.cat([model(part) for part in parts])
+    vectors.requires_grad_()
+    loss = loss_of(vectors)
+    loss.backward()
+    copied = loss.detach().requires_grad_()
+
+    def go_on(scale):
+        with torch.enable_grad():
+            for part, grad in zip(parts, vectors.grad.split(2)):
+                (scale * (model(part) * grad).sum()).backward()
+
+    copied.register_hook(go_on)
+    return copied
+
+for step in range(3):
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    loss = loss_of(model(x))
+    (loss / 2 * 2).backward()  # as trainers that accumulate gradients divide it
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CACHED = CONTRASTIVE.replace("loss = loss_of(model(x))", "loss = loss_with_cache(x)")
+
+
+def test_a_loss_with_cached_gradients_counts_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    wrong = CACHED.replace("return nn.functional", "return 1.01 * nn.functional")
+    recordings = []
+    for i, text in enumerate((CONTRASTIVE, CACHED, wrong)):
+        path = tmp_path / f"{i}.py"
+        path.write_text(text)
+        assert script.run(str(path), (), directory=str(tmp_path / str(i)), every=1, dense=1) == 0
+        recordings.append(Recording.open(tmp_path / str(i)))
+    plain, cached, wrong = recordings
+    assert cached.losses() == pytest.approx(plain.losses())
+    assert compare(plain, cached).verdict is Verdict.ROUNDING
+    found = compare(cached, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence.step == 0, found.reason
 
 
 HABITS = (
