@@ -57,7 +57,7 @@ _VOLATILE_NAMES = frozenset(
 
 
 def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str | int | bool) -> dict[str, Any]:
-    """The description of the program that runs in this process, for the setting `PROGRAM`.
+    """The description of the program that runs in this process.
 
     Args:
         device: type of the device, and its name if it has one.
@@ -72,9 +72,12 @@ def program_of(*, device: str, deterministic: bool, compiled: bool, **more: str 
         DETERMINISTIC: deterministic,
         COMPILED: compiled,
         **more,
-        SOURCE: source_digest(),
-        ENVIRONMENT: environment_digest(os.environ),
     }
+
+
+def with_digests(program: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting `PROGRAM`: the description of a program, and digests of its source and of its environment."""
+    return {SOURCE: source_digest(), ENVIRONMENT: environment_digest(os.environ), **program}
 
 
 _EXACT = ("highest", "float32", "f32_f32_f32", "f64_f64_f64")

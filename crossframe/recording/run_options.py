@@ -13,7 +13,7 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND, FORWARD_ONLY
 from crossframe.recording.manifest import FULL, SKETCH, Manifest
 from crossframe.recording.perturbed_runs import perturbed_run_number
-from crossframe.recording.program import PROGRAM
+from crossframe.recording.program import PROGRAM, with_digests
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import FULL_NUMEL
 
@@ -93,7 +93,7 @@ class RunOptions:
             stated: settings that the backend knows. Those of the user replace them.
             fields: the other fields of the manifest.
         """
-        found = dict(stated) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: dict(program)}
+        found = dict(stated) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: with_digests(program)}
         if self.perturbed_run:
             found["perturbed_run"] = self.perturbed_run
         return Manifest(

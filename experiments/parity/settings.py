@@ -18,7 +18,7 @@ from crossframe.recording import Manifest, Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND, PER_RANK, TRAIN
 from crossframe.recording.perturbed_runs import perturbed_values
-from crossframe.recording.program import PROGRAM
+from crossframe.recording.program import PROGRAM, with_digests
 from crossframe.recording.recorded_steps import window_arguments
 from crossframe.strategy import Strategy
 from experiments.data import Batch
@@ -192,7 +192,7 @@ class RunSettings:
             | ({"clip": self.clip} if self.clip is not None else {})
             | ({"accumulate": self.accumulate} if self.accumulate > 1 else {})
             | ({PER_RANK: list(self.definition.per_rank_statistics)} if self.definition.per_rank_statistics else {})
-            | ({PROGRAM: dict(program)} if program else {})
+            | ({PROGRAM: with_digests(program)} if program else {})
             | {name: value for name, value in asdict(self.policy).items() if isinstance(value, str)}
             | ({"resume_at": self.resume_at} if self.resume_at is not None else {})
             | ({"rounding": self.rounding} if self.rounding else {})

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import jax
 
 from crossframe.environment import Environment, Fact, collect
-from crossframe.recording.program import ENVIRONMENT, SOURCE
 from jax_backend.recorder._manifest import program
 
 # Facts of the program that are stated in another section, or under the full name of the setting.
-_STATED_ELSEWHERE = ("processor", "python", "flags", "matmul", SOURCE, ENVIRONMENT)
+_STATED_ELSEWHERE = ("processor", "python", "flags", "matmul")
 _CONFIGURED = (
     "jax_enable_x64",
     "jax_default_matmul_precision",

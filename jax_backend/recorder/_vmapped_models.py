@@ -6,10 +6,9 @@ in common shows there, and it can be compared with a run of this model alone.
 """
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -65,9 +64,12 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
 
 
 def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function updates parameters by an optimizer of optax. A trial trace tells, once for each function of the script
-    that does not: it may be a simulation that takes long to trace."""
-    code = getattr(inspect.unwrap(getattr(fun, "func", fun)), "__code__", None)
+    """Whether a function updates parameters by an optimizer of optax.
+
+    A trial trace tells. It may be a simulation that takes long to trace: a function that updates nothing is traced once, unless
+    what it does depends on other functions, as in a closure, of which a library may wrap any function.
+    """
+    code = fun.__code__ if isinstance(fun, FunctionType) and not fun.__closure__ else None
     if seen_updates.get() is not None or code in _without_updates:  # an outer trial finds those inside
         return False
     seen: list[str] = []

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from crossframe.environment import Environment, Fact, collect, digest
-from crossframe.recording.program import ENVIRONMENT, SOURCE
 from torch_backend.recorder._float32_precision import (
     allows_tf32_in_convolutions,
     allows_tf32_in_matmul,
@@ -20,7 +19,7 @@ from torch_backend.recorder._manifest import program, program_with
 from torch_backend.recorder._module_tree import class_name, named_modules
 
 # Facts of the program that are stated in another section, or under the full name of the flag.
-_STATED_ELSEWHERE = ("processor", "python", SOURCE, ENVIRONMENT, "tf32", "matmul", "deterministic")
+_STATED_ELSEWHERE = ("processor", "python", "tf32", "matmul", "deterministic")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _BACKENDS: Any = torch.backends
 _CUDA: Any = torch.cuda

@@ -92,7 +92,7 @@ def _backward(own: Any, listener: Listener) -> Any:
 
 
 def _stand_in(loss: Tensor) -> Tensor | None:
-    """A scalar with hooks from which a loss is computed by itself, as `loss / 2`; None if it depends on anything else.
+    """A scalar with hooks from which alone a loss is computed, as `loss / 2`; None if it depends on anything else.
 
     Losses with a cache of gradients are such: they call backward on the loss of their outputs, and give the trainer a copy of the
     loss, whose hook calls backward of the model.

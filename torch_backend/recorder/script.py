@@ -87,14 +87,13 @@ class ScriptRecorder:
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
         self._knew_jax = "jax" in sys.modules  # not by the script
-        self._until_found = self._whole_run = ExitStack()
+        self._until_found, self._whole_run = ExitStack(), ExitStack()
         self._knows_fastai = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
-        with ExitStack() as stack:
-            self._whole_run = stack
+        with self._whole_run as stack:
             if self._options.get("perturbed_run"):
                 stack.enter_context(
                     replacing(_rendezvous, "_create_c10d_store", self._with_own_keys(_rendezvous._create_c10d_store))

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossframe.recording import program
+from crossframe.recording.program import (
+    environment_digest,
+    processor,
+    products_in,
+    program_of,
+    source_digest,
+    sources,
+    with_digests,
+)
 from crossframe.recording.program import environment_digest, processor, products_in, program_of, source_digest, sources
 
 KERNEL = (100, 80, 3)
@@ -117,7 +125,8 @@ def test_the_environment_digest_is_of_what_a_launch_keeps():
 
 
 def test_the_program_states_its_device_and_its_machine():
-    assert program_of(device="cuda H100", deterministic=True, compiled=False, threads=4) == {
+    described = program_of(device="cuda H100", deterministic=True, compiled=False, threads=4)
+    assert with_digests(described) == {
         "device": "cuda H100",
         "processor": processor(),
         "python": platform.python_version(),

@@ -71,6 +71,21 @@ def test_the_script_sees_the_same_results(run):
     assert np.array_equal(variables["losses"], plain["losses"])
 
 
+WRAPPED = (
+    _TRAIN
+    + """
+import equinox as eqx
+draws = jax.jit(eqx.filter_vmap(lambda seed: jax.random.normal(jax.random.key(seed))))(jnp.array([5, 6]))
+result, losses = jax.jit(eqx.filter_vmap(lambda seed: train(seed, 1.0)))(jnp.array([5, 6]))
+"""
+)
+
+
+def test_models_are_found_though_a_library_wraps_other_functions_alike(run, capsys):
+    assert run(WRAPPED, every=1)[0] == 0
+    assert "jax.vmap trains 2 models" in capsys.readouterr().err
+
+
 META = (
     FUNCTIONS
     + """
