@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from crossframe.recording import program
 from crossframe.recording.program import (
     environment_digest,
     processor,
@@ -17,7 +18,6 @@ from crossframe.recording.program import (
     sources,
     with_digests,
 )
-from crossframe.recording.program import environment_digest, processor, products_in, program_of, source_digest, sources
 
 KERNEL = (100, 80, 3)
 
