@@ -2,22 +2,18 @@
 
 from collections.abc import Iterable
 
-from crossframe.layout.flat import FlatLayout
 from crossframe.layout.per_param import PerParamLayout
 from crossframe.params import ParamSpec
 
 
-def layouts_by_rows(params: Iterable[ParamSpec], world_size: int) -> list[PerParamLayout | FlatLayout]:
-    """One layout for each dtype of these parameters, by rows; parameters without dims, which have no rows, in a flat one.
+def layouts_by_rows(params: Iterable[ParamSpec], world_size: int) -> list[PerParamLayout]:
+    """One layout for each dtype of these parameters, by rows.
 
-    >>> specs = ParamSpec("w", (4, 2)), ParamSpec("scale", ())
-    >>> [layout.kind for layout in layouts_by_rows(specs, 2)]
-    ['per_param', 'flat']
+    >>> specs = ParamSpec("w", (4, 2)), ParamSpec("scale", ()), ParamSpec("half", (3,), "bfloat16")
+    >>> [[spec.name for spec in layout.params] for layout in layouts_by_rows(specs, 2)]
+    [['w', 'scale'], ['half']]
     """
-    buckets: dict[tuple[str, bool], list[ParamSpec]] = {}
+    buckets: dict[str, list[ParamSpec]] = {}
     for spec in params:
-        buckets.setdefault((spec.dtype, bool(spec.shape)), []).append(spec)
-    return [
-        PerParamLayout(tuple(members), world_size) if has_dims else FlatLayout(tuple(members), world_size, True)
-        for (_, has_dims), members in buckets.items()
-    ]
+        buckets.setdefault(spec.dtype, []).append(spec)
+    return [PerParamLayout(tuple(members), world_size) for members in buckets.values()]

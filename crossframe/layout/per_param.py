@@ -37,11 +37,11 @@ class PerParamLayout:
             torch. They are stored as non-negative dims, or as None if all are 0.
 
     The size of a dim above 0 must be a multiple of the world size, so that all chunks are equal (R07). A rank's shard is its
-    chunk in row-major order.
+    chunk in row-major order. A parameter without dims is cut as one of shape (1,).
 
     Raises:
-        LayoutError: no parameters, mixed dtypes, a parameter without dims, a dim that does not exist, or a dim above 0 whose
-            size is not a multiple of the world size.
+        LayoutError: no parameters, mixed dtypes, a dim that does not exist, or a dim above 0 whose size is not a multiple of the
+            world size.
 
     >>> layout = PerParamLayout((ParamSpec("w", (5, 3)),), world_size=4)
     >>> [layout.shard_shape(0, rank) for rank in range(4)]
@@ -62,11 +62,6 @@ class PerParamLayout:
         check_world_size(self.world_size)
         check_params(self.params)
         check_one_dtype(self.params, "per-parameter", "put them into buckets of their own")
-        for param in self.params:
-            if not param.shape:
-                raise LayoutError(
-                    f"parameter {param.name!r} has no dims: expected at least one to shard on; give it shape (1,)"
-                )
         if self.dims is not None:
             object.__setattr__(self, "dims", self._checked_dims(self.dims))
 
@@ -74,15 +69,15 @@ class PerParamLayout:
         if not isinstance(dims, tuple) or len(dims) != len(self.params):
             raise LayoutError(f"expected a tuple of {len(self.params)} dims, one a parameter, got {quote(dims)}")
         found = []
-        for param, dim in zip(self.params, dims, strict=True):
-            num_dims = len(param.shape)
+        for param, shape, dim in zip(self.params, self.cut_shapes, dims, strict=True):
+            num_dims = len(shape)
             if type(dim) is not int or not -num_dims <= dim < num_dims:
                 raise LayoutError(
                     f"parameter {param.name!r} of shape {quote(param.shape)}: expected a dim from 0 to {num_dims - 1}, "
                     f"or from {-num_dims} to -1 counted from the end, got {quote(dim)}"
                 )
             found.append(dim % num_dims)
-            size = param.shape[dim]
+            size = shape[dim]
             if found[-1] and size % self.world_size:
                 raise LayoutError(
                     f"parameter {param.name!r} of shape {quote(param.shape)}: dim {found[-1]} has size {size}, which is not a "
@@ -96,18 +91,23 @@ class PerParamLayout:
         return self.params[0].dtype
 
     @cached_property
+    def cut_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each parameter as it is cut: its own, or (1,) if it has no dims."""
+        return tuple(param.shape or (1,) for param in self.params)
+
+    @cached_property
     def shard_dims(self) -> tuple[int, ...]:
         """The dim on which each parameter is cut."""
         return self.dims or (0,) * len(self.params)
 
     def chunk_rows(self, i: int) -> int:
         """Size of the first chunk of parameter `i` along its shard dim: the number of rows if that is dim 0."""
-        return -(-self.params[i].shape[self.shard_dims[i]] // self.world_size)
+        return -(-self.cut_shapes[i][self.shard_dims[i]] // self.world_size)
 
     def shard_shape(self, i: int, rank: int) -> tuple[int, ...]:
         """Shape of this rank's chunk of parameter `i`; an empty chunk keeps the other dims (R07)."""
         check_rank(rank, self.world_size)
-        shape, dim, chunk = self.params[i].shape, self.shard_dims[i], self.chunk_rows(i)
+        shape, dim, chunk = self.cut_shapes[i], self.shard_dims[i], self.chunk_rows(i)
         return (*shape[:dim], max(0, min(chunk, shape[dim] - rank * chunk)), *shape[dim + 1 :])
 
     @cached_property
@@ -140,8 +140,8 @@ class PerParamLayout:
     @cached_property
     def _cuts(self) -> tuple[_Cut, ...]:
         cuts = []
-        for i, (param, dim) in enumerate(zip(self.params, self.shard_dims, strict=True)):
-            num_runs, run_numel = math.prod(param.shape[:dim]), self.chunk_rows(i) * math.prod(param.shape[dim + 1 :])
+        for i, (shape, dim) in enumerate(zip(self.cut_shapes, self.shard_dims, strict=True)):
+            num_runs, run_numel = math.prod(shape[:dim]), self.chunk_rows(i) * math.prod(shape[dim + 1 :])
             if self.world_size == 1:  # whole rows are one run
                 num_runs, run_numel = 1, num_runs * run_numel
             cuts.append(_Cut(num_runs, run_numel, run_numel * self.world_size))

@@ -37,7 +37,6 @@ def target_of(layout: Layout, kind: StateKind, unit: str = "") -> Layout:
     Raises:
         StateDictError: `kind` is not a StateKind.
         UnsupportedError: LOCAL with a layout that has no flat parameter.
-        LayoutError: SHARDED with a parameter without dims.
 
     >>> from crossframe.params import ParamSpec
     >>> layout = FlatLayout((ParamSpec("w", (3, 2)),), world_size=2, keep_original=False)

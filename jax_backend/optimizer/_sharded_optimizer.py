@@ -203,6 +203,8 @@ def mirrored_leaf(path: tuple[Any, ...], leaf: Any, tree: ParamTree) -> tuple[tu
     shape = entry.leaf_shape(layout.params[i].shape, key)
     if tuple(leaf.shape) != (*bucket.lead, *shape):
         return None
+    if not shape:
+        return (*leaf.shape, layout.world_size), len(bucket.lead)
     if entry.axes is not None:
         cut = layout.shard_dims[i]
         dim = entry.axes[cut] if entry.axes else cut

@@ -192,8 +192,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PerParamBucket(Bucket):
-    """A bucket of a per-parameter layout: by canonical name, an array of the parameter's shape, whose sharded dim is padded to
-    equal chunks (R07).
+    """A bucket of a per-parameter layout: by canonical name, an array of the parameter's shape, or (1,) if it has no dims, whose
+    sharded dim is padded to equal chunks (R07).
 
     Attributes:
         model_partitions: by index of a parameter, the PartitionSpec of one layer of it over the model axes.
@@ -230,7 +230,7 @@ class PerParamBucket(Bucket):
 
     def _chunk(self, i: int) -> tuple[int, ...]:
         """The shape of a rank's part of one layer of parameter i's array."""
-        shape, dim = self.layout.params[i].shape, self.layout.shard_dims[i]
+        shape, dim = self.layout.cut_shapes[i], self.layout.shard_dims[i]
         return (*shape[:dim], self.layout.chunk_rows(i), *shape[dim + 1 :])
 
     @property
@@ -259,7 +259,8 @@ class PerParamBucket(Bucket):
         return {spec.name: shrunk(arrays[spec.name], spec.shape) for spec in self.layout.params}
 
     def to_line(self, shard: Any) -> jax.Array:
-        arrays = ((shard[spec.name], len(spec.shape)) for spec in self.layout.params)
+        shapes = zip(self.layout.params, self.layout.cut_shapes, strict=True)
+        arrays = ((shard[spec.name], len(shape)) for spec, shape in shapes)
         return jnp.concatenate(
             [array.reshape(*array.shape[: array.ndim - ndim], -1) for array, ndim in arrays], axis=-1
         )
@@ -279,7 +280,8 @@ class PerParamBucket(Bucket):
     def zero_padding(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         found = dict(arrays)
         for i, spec in enumerate(self.layout.params):
-            array, dim, size = arrays[spec.name], self.leaf_dim(i), spec.shape[self.layout.shard_dims[i]]
+            array, dim = arrays[spec.name], self.leaf_dim(i)
+            size = self.layout.cut_shapes[i][self.layout.shard_dims[i]]
             if array.shape[dim] > size:
                 found[spec.name] = zeroed(array, dim, self.layout.world_size, ((size, array.shape[dim]),))
         return found
@@ -296,10 +298,12 @@ def make_bucket(layout: Layout, **described: Any) -> Bucket:
 
 
 def grown(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array with 0 at the end of each dim that is larger in `shape`."""
+    """An array with 0 at the end of each dim that is larger in `shape`, which may have a last dim that the array has not."""
+    array = array.reshape(*array.shape, *(1,) * (len(shape) - array.ndim))
     return jnp.pad(array, [(0, wide - size) for size, wide in zip(array.shape, shape, strict=True)])
 
 
 def shrunk(array: Any, shape: tuple[int, ...]) -> Any:
     """The inverse of `grown`."""
-    return array[tuple(slice(size) for size in shape)]
+    sizes = (*shape, *(1,) * (array.ndim - len(shape)))
+    return array[tuple(slice(size) for size in sizes)].reshape(shape)

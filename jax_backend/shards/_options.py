@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from crossframe.errors import LayoutError, UsageError
+from crossframe.errors import UsageError
 from crossframe.layout import LAYOUT_KINDS, FlatLayout, Layout, PerParamLayout, RaggedLayout
 from crossframe.param_map import ParamMap
 from crossframe.params import ParamSpec
@@ -81,11 +81,6 @@ class Options:
     def layout_of(self, specs: tuple[ParamSpec, ...], world_size: int) -> Layout:
         """The layout of one bucket."""
         if self.layout == "per_param":
-            if scalars := [spec.name for spec in specs if not spec.shape]:
-                raise LayoutError(
-                    f"parameters {scalars} have no dims, so that layout='per_param' has none to shard on; give them the "
-                    "shape (1,), or shard by layout='flat' or 'ragged'"
-                )
             return PerParamLayout(specs, world_size, tuple(map(self.dims, specs)) if self.dims else None)
         if self.layout == "ragged":
             return RaggedLayout(specs, world_size, tuple(map(self.blocks, specs)) if self.blocks else None)

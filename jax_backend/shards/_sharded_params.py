@@ -128,8 +128,8 @@ def shard(
         UsageError: a leaf that is not a floating array, a mesh that `make_mesh` did not make, or an invalid option.
         MappingError: a map that does not fit the pytree.
         UnitError: a unit that is not a module, or a stacked unit whose leaves differ in the number of layers.
-        LayoutError: mixed dtypes in one flat unit, a parameter without dims, a layout of other parameters or of another
-            world size, a partition that does not fit a parameter, or flat and ragged shards on a mesh with model axes.
+        LayoutError: mixed dtypes in one flat unit, a layout of other parameters or of another world size, a partition that
+            does not fit a parameter, or flat and ragged shards on a mesh with model axes.
     """
     check_mesh(mesh)
     options = Options(

@@ -263,8 +263,6 @@ def test_what_both_commands_refuse(tmp_path, command):
     nowhere = tmp_path / "none" / "drawing.svg"
     assert f"cannot use {nowhere}" in refused(command, good, "--world-size", 2, "--svg", nowhere)
     assert "cannot use" in refused(command, good, "--world-size", 2, "--svg", tmp_path)
-    scalar = in_file(tmp_path, {"scale": []})
-    assert "parameter 'scale' has no dims" in refused(command, scalar, "--world-size", 2, "--layout", "per_param")
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def flat_layouts(draw: st.DrawFn) -> FlatLayout:
 def per_param_layouts(draw: st.DrawFn) -> PerParamLayout:
     """Per-parameter layouts on any dims, the sizes of those above 0 made multiples of the world size."""
     world_size = draw(WORLD_SIZES)
-    drawn = draw(params(min_dims=1))
+    drawn = draw(params())
     if draw(st.booleans()):
         return PerParamLayout(drawn, world_size)
     shapes, dims = [list(param.shape) for param in drawn], []
     for shape in shapes:
-        dims.append(draw(st.integers(-len(shape), len(shape) - 1)))
-        if dims[-1] % len(shape):
+        dims.append(draw(st.integers(-max(1, len(shape)), max(1, len(shape)) - 1)))
+        if shape and dims[-1] % len(shape):
             shape[dims[-1]] = draw(st.integers(0, 3)) * world_size
     return PerParamLayout(specs([tuple(shape) for shape in shapes], drawn[0].dtype), world_size, tuple(dims))
 

@@ -33,8 +33,8 @@ def shard_elements(layout: PerParamLayout, rank: int) -> Elements:
     found: Elements = []
     for i, param in enumerate(layout.params):
         dim = dim_of(layout, i)
-        sizes = chunk_sizes(param.shape[dim], layout.world_size)
-        index = np.arange(param.numel).reshape(param.shape)
+        index = np.atleast_1d(np.arange(param.numel).reshape(param.shape))
+        sizes = chunk_sizes(index.shape[dim], layout.world_size)
         first = sum(sizes[:rank])
         own = index.take(range(first, first + sizes[rank]), axis=dim)
         found += [(param.name, int(i)) for i in own.reshape(-1)]
@@ -48,7 +48,7 @@ def test_R07_pieces_and_padding_are_the_chunks_along_the_dim(layout):
     for rank in range(layout.world_size):
         assert elements(layout, rank) == shard_elements(layout, rank)
         for i, param in enumerate(layout.params):
-            shape = list(param.shape)
+            shape = list(param.shape or (1,))
             shape[dim_of(layout, i)] = chunk_sizes(shape[dim_of(layout, i)], layout.world_size)[rank]
             assert layout.shard_shape(i, rank) == tuple(shape)
     assert layout.padded_shard_numel == len(shard_elements(layout, 0))
@@ -210,9 +210,11 @@ def test_R07_a_dim_that_is_none_is_refused_by_name(dim):
         PerParamLayout(specs([(2, 4)]), 2, [0])  # type: ignore[arg-type]
 
 
-def test_R07_a_parameter_without_dims_is_refused_by_name():
-    with pytest.raises(LayoutError, match=r"'p1' has no dims"):
-        PerParamLayout(specs([(2,), ()]), 2)
+def test_R07_a_parameter_without_dims_is_cut_as_one_row():
+    layout = PerParamLayout(specs([(2,), ()]), 2)
+    assert [layout.shard_shape(1, rank) for rank in range(2)] == [(1,), (0,)]
+    assert [piece.name for piece in layout.pieces(0)] == ["p0", "p1"]
+    assert layout.padding(1) == (Padding("shard", 1, 2),)
 
 
 def test_R11_a_bucket_of_mixed_dtypes_is_refused_by_both_names():
