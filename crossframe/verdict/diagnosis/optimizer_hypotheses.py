@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.grad_norm import EPSILON
 from crossframe.recording import Recording
-from crossframe.recording.event_format import BACKWARD, COUNT, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, REDUCE, STATE, UPDATE
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.fit import Claim, Fit, accepted, factor_between, roundoff_of
 from crossframe.verdict.diagnosis.moment_deviations import Moment, Other, moment_deviations
@@ -38,7 +38,7 @@ def optimizer(case: Case) -> Iterator[Fit]:
         return
     if case.phase == UPDATE:
         yield from _update(case, stated)
-    elif case.phase == STATE and case.quantity.use in slots_of(case.right, kind):
+    elif case.quantity.use in slots_of(case.right, kind):
         yield from _moment(case, stated)
 
 
@@ -74,9 +74,7 @@ def change_of_update(case: Case) -> Iterator[Fit]:
         return
     for slot in case.right.state_slots(case.step, case.name):
         squares = case.moment(case.right, case.step, case.name, slot)
-        if slot == COUNT or squares is None or squares.size != before[0].size:
-            continue
-        if found := epsilons_of_ratio(moved, case.cut(squares), tolerance):
+        if squares is not None and (found := epsilons_of_ratio(moved, case.cut(squares), tolerance)):
             text = f"the updates are in the ratio that {found[0]} below the update, next to the root of {slot}, gives"
             yield Fit("optimizer_epsilon", text, found[1], 0.0, Claim("epsilon of ratio"))
             return
@@ -85,9 +83,10 @@ def change_of_update(case: Case) -> Iterator[Fit]:
 def _follows_rule(case: Case, recording: Recording) -> bool:
     """Whether a known rule explains an update of this recording."""
     kind = rule_of(recording)
-    stated = None if kind is None else rule_at(recording, kind, case.step, case.name)
-    update = None if stated is None else update_of(case, recording, stated)
-    return stated is not None and update is not None and follow_one_rule(update, update, stated.rule)
+    if kind is None or (stated := rule_at(recording, kind, case.step, case.name)) is None:
+        return False
+    update = update_of(case, recording, stated)
+    return update is not None and follow_one_rule(update, update, stated.rule)
 
 
 def decay_in_gradient(case: Case) -> Iterator[Fit]:
@@ -98,9 +97,8 @@ def decay_in_gradient(case: Case) -> Iterator[Fit]:
     if before is None:
         return
     tolerance = case.limit + 4 * case.sides.roundoff * norm(case.sides.wrong)
-    if fit := added_decay((case.sides.right, case.sides.wrong), case.cut(before), tolerance):
-        if fit.factor < 0:
-            return  # the other side has it
+    fit = added_decay((case.sides.right, case.sides.wrong), case.cut(before), tolerance)
+    if fit and fit.factor > 0:  # else the other side has it
         text = f"the gradient of {case.names[1]} contains {fit.factor:.4g} times the parameter, that of {case.names[0]} does not"
         yield Fit("weight_decay", text, fit.residual, 0.0, Claim("decay", fit.factor, fit.error))
 
@@ -159,16 +157,8 @@ def _moment(case: Case, stated: Stated) -> Iterator[Fit]:
     right, wrong = sides
     # Use the finer roundoff, so that the rounding of a moment in a coarser dtype is not excused.
     wrong = replace(wrong, roundoff=min(right.roundoff, wrong.roundoff))
-    fits = moment_deviations(
-        right,
-        wrong,
-        average,
-        list(_other_moments(case, slot)),
-        case.sides.difference,
-        decay=stated.coupled,
-        squared=squared,
-    )
-    for fit in fits:
+    others, difference = _other_moments(case, wrong.old), case.sides.difference
+    for fit in moment_deviations(right, wrong, average, others, difference, decay=stated.coupled, squared=squared):
         yield _of_side(case, fit, _reason(case, fit, stated, average, squared))
 
 
@@ -246,27 +236,22 @@ def _clipping(case: Case, recording: Recording, stated: Stated) -> float:
     return min(1.0, stated.clip / (total + EPSILON))
 
 
-def _other_moments(case: Case, slot: str) -> Iterator[Other]:
+def _other_moments(case: Case, old: np.ndarray) -> Iterator[Other]:
     """Values that the wrong side may have used instead of its old moment."""
-    step, wrong = case.step, case.wrong
-    own = case.moment(wrong, step - 1, case.name, slot)
-    if step == 0 or own is None:
+    if case.step == 0:
         return
-    yield Other(
-        "lost_step", f"{slot} starts from zero at this step: its previous value is lost", case.cut(np.zeros(own.shape))
-    )
-    older = case.moment(wrong, step - 2, case.name, slot)
-    if older is not None:
-        yield Other("stale_copy", f"this step continues from {slot} of one step earlier", case.cut(older))
-    for theirs in wrong.state_slots(step - 1, case.name):
-        if theirs not in (slot, COUNT) and (value := case.moment(wrong, step - 1, case.name, theirs)) is not None:
-            yield Other("mixed_parameters", f"this step continues from {theirs} instead of {slot}", case.cut(value))
-    for name, spec in wrong.manifest.params.items():
-        if name == case.name or spec.numel != own.size:
-            continue
-        if (value := case.moment(wrong, step - 1, name, slot)) is not None:
-            text = f"this step continues from {slot} of {name!r}"
-            yield Other("mixed_parameters", text, case.cut(np.asarray(value, np.float64).reshape(own.shape)))
+    slot, own, last, params = case.quantity.use, case.name, case.step - 1, case.wrong.manifest.params
+    yield Other("lost_step", f"{slot} starts from zero at this step: its previous value is lost", np.zeros_like(old))
+    others = [("stale_copy", f"{slot} of one step earlier", last - 1, own, slot)]
+    for theirs in case.wrong.state_slots(last, own):
+        if theirs != slot:
+            others.append(("mixed_parameters", f"{theirs} instead of {slot}", last, own, theirs))
+    for name, spec in params.items():
+        if name != own and spec.numel == params[own].numel:
+            others.append(("mixed_parameters", f"{slot} of {name!r}", last, name, slot))
+    for signature, text, step, name, theirs in others:
+        if (value := case.moment(case.wrong, step, name, theirs)) is not None:
+            yield Other(signature, f"this step continues from {text}", case.cut(value).reshape(old.shape))
 
 
 def _of_side(case: Case, fit: Fit, also: str = "") -> Fit:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from crossframe.recording import Manifest, Recording
-from crossframe.recording.event_format import COUNT, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import PARAMETERS, REDUCE, STATE, UPDATE
 from crossframe.recording.known_settings import GROUPS
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
@@ -194,8 +194,7 @@ def slots_of(recording: Recording, kind: str) -> tuple[str, ...]:
     names = [name for name, spec in recording.manifest.params.items() if spec.numel > 1]
     if not steps:
         return ()
-    found = {name: [slot for slot in recording.state_slots(steps[0], name) if slot != COUNT] for name in names}
-    found = {name: slots for name, slots in found.items() if slots}
+    found = {name: slots for name in names if (slots := recording.state_slots(steps[0], name))}
     if not found or any(set(usual) & set(slots) for slots in found.values()):
         return usual
     name, slots = next(iter(found.items()))

@@ -28,6 +28,14 @@ def test_a_fault_of_a_subclass_is_named(tmp_path):
         assert found.diagnosis and found.diagnosis.signature == "optimizer_epsilon", found.reason
 
 
+def test_one_known_optimizer_is_no_fault_of_another(tmp_path):
+    a = record(tmp_path / "a")
+    b = record(tmp_path / "b", Faults(decay=0.0, coupled=0.2), noise=1, optimizer="Adam", other={"weight_decay": 0.2})
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith("optimizer differs")
+    assert found.diagnosis and found.diagnosis.evidence == "weight decay differs: 0.1 in a, 0.2 in b."
+
+
 @pytest.mark.parametrize("called", ["AdamW", ...], ids=["named", "unnamed"])
 def test_a_decay_on_biases_is_named_where_none_is_stated(tmp_path, called):
     other = {"weight_decay": ..., "optimizer": called}
