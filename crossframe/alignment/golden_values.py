@@ -7,7 +7,7 @@ and arrays whose sums of squares fit are tried.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def golden_values(golden: Recording, others: Mapping[str, np.ndarray | Summary])
     left = {name: arrays[name] for key, name in whole.items() if key not in equal}
     for name, (shape, sketch) in wanted.items():
         if name not in found:
-            values = next(filter(_has(sketch), _candidates(shape, sketch, left)), None)
+            values = next((each for each in _candidates(shape, sketch, left) if _has(sketch, each)), None)
             found[name] = _no_values(shape, sketch) if values is None else values
     return {name: found[name] for name in wanted}
 
@@ -75,8 +75,8 @@ def _summary(shape: tuple[int, ...], sketch: Sketch, others: Mapping[str, np.nda
     return Summary(shape, sketch, unknown)
 
 
-def _has(sketch: Sketch) -> Callable[[np.ndarray], bool]:
-    return lambda array: sketches_of([array])[0].equals(sketch)
+def _has(sketch: Sketch, array: np.ndarray) -> bool:
+    return sketches_of([array])[0].equals(sketch)
 
 
 def _constant(sketch: Sketch) -> np.ndarray | None:
@@ -89,7 +89,7 @@ def _constant(sketch: Sketch) -> np.ndarray | None:
     near = [size, *(np.nextafter(size.astype(np.float32), np.float32(to)).astype(dtype) for to in (0, np.inf))]
     for value in (each for one in near for each in (one, -one)):
         array = np.full(sketch.numel, value, dtype)
-        if _has(sketch)(array):
+        if _has(sketch, array):
             return array
     return None
 
@@ -166,7 +166,7 @@ def _joined(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     for order in orders:
         shapes = [part.shape for part in order]
         if len(set(shapes)) == 1:
-            yield from (np.stack(order, axis) for axis in range(len(shapes[0]) + 1))
+            yield np.stack(order)  # along another dim, it is this in another order of its dims
         for dim in range(min(map(len, shapes))):
             if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
                 continue

@@ -58,12 +58,16 @@ class OneParameter:
         pytest.param(Q.T, {"a": K, "b": Q}, id="transposed"),
         pytest.param(K, {"qkv": np.concatenate([Q, K, V])}, id="rows"),
         pytest.param(V.T, {"qkv": np.concatenate([Q, K, V])}, id="transposed_rows"),
+        pytest.param(Q[:, 2:4], {"a": Q}, id="columns"),
         pytest.param(K, {"qkv": BLOCKS}, id="rows_in_blocks"),
         pytest.param(K, {"stacked": np.stack([V, K])}, id="slice"),
         pytest.param(np.concatenate([Q, K, V]), {"q.w": Q, "k.w": K, "v.w": V}, id="joined"),
         pytest.param(np.concatenate([Q, K]), {"o.w": 2 * V, "q.w": Q, "k.w": K, "v.w": V}, id="two_of_four_joined"),
         pytest.param(np.concatenate([K, V[:, :2]], 1), {"k.w": K, "v.w": V[:, :2]}, id="joined_columns"),
         pytest.param(np.concatenate([V, K]), {"k.w": K, "k.b": K[0], "v.w": V}, id="joined_in_another_order"),
+        pytest.param(
+            np.concatenate([V, Q, K, -V]), {"q.w": Q, "k.w": K, "v.w": V, "o.w": -V}, id="four_joined_in_another_order"
+        ),
         pytest.param(BLOCKS, {"q.w": Q, "k.w": K, "v.w": V}, id="joined_in_blocks"),
         pytest.param(np.stack([K, V], 1), {"0.w": K, "0.o": Q, "1.w": V}, id="stacked"),
         pytest.param(np.full(7, -0.1, np.float32), {"a": K}, id="one_value"),
