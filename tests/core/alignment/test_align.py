@@ -291,6 +291,7 @@ def test_square_zeros_need_gradients_for_their_order():
     assert align({"w": zeros}, {"k": zeros}).param_map.entries == ()
     found = align({"w": zeros}, {"k": zeros}, ({"w": gradient}, {"k": gradient.T}))
     assert found.param_map.entries == (MapEntry("w", "k", "a b -> b a"),)
+    assert align({"w": zeros}, {"k": zeros}, ({}, {"k": gradient.T})).param_map.entries == ()
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])

@@ -201,6 +201,16 @@ def test_one_gradient_in_full_decides_the_order_of_square_zeros(sketched):
     assert [entry.pattern for entry in entries] == (["a b -> b a"] if len(sketched) == 1 else [])
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_gradients_in_sketches_show_only_that_the_order_is_kept(moves):
+    form = Rearrangement("o (h pair=8 two=2) -> o (h two pair)")
+    weight, zeros, gradient = values((64, 64)), np.zeros(64, np.float32), values(64, 1)
+    grads = {"fc.bias": form(gradient[None])[0] if moves else gradient}, {"dense.b": gradient}
+    first, second = {"fc.weight": form(weight), "fc.bias": zeros}, {"dense.w": weight, "dense.b": zeros}
+    found = align(summaries(first), summaries(second), (summaries(grads[0]), summaries(grads[1]))).param_map.by_name
+    assert found["fc.weight"].pattern and found.get("fc.bias") == (None if moves else MapEntry("fc.bias", "dense.b"))
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (1, 64), (1, 1), ()])
 def test_zeros_of_one_row_or_none_are_aligned(shape):
     params = {"w": values((40, 64)), "b": np.zeros(shape, np.float32)}
