@@ -11,7 +11,6 @@ from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.verdict.diagnosis.attention_fits import (
     MOST_ELEMENTS,
     MOST_KEYS,
-    Attention,
     Change,
     Projections,
     attention_of,
@@ -132,7 +131,9 @@ def _described(case: Case, found: Change) -> Fit:
             signature = "causal_mask"
             text = f"{heads} sees later positions in {unmasked}, which a causal mask hides in {masked}"
         case "keys":
-            counts = [_num_keys(side, case.both.right.shape) for side in (found.right, found.wrong)]
+            seen, seen_by_wrong = found.right.keys, found.wrong.keys
+            assert seen_by_wrong is not None  # it is what differs
+            counts = seen_by_wrong.size if seen is None else seen.sum(), seen_by_wrong.sum()
             signature = "padding_counted"
             text = (
                 f"{heads} masks keys: over all samples it sees {counts[0]} keys in {right} and {counts[1]} in {wrong}"
@@ -145,10 +146,6 @@ def _described(case: Case, found: Change) -> Fit:
         case dtype:
             signature, text = "low_precision", f"{heads} rounds its scores or shares to {dtype} in {wrong}"
     return Fit(signature, text, found.residual, found.error)
-
-
-def _num_keys(side: Attention, shape: tuple[int, ...]) -> int:
-    return int(side.keys.sum()) if side.keys is not None else shape[0] * shape[1]
 
 
 def _projections(case: Case, shape: tuple[int, ...]) -> Iterator[tuple[Projections, Projections]]:
@@ -214,10 +211,11 @@ def _inside_module(case: Case) -> Iterator[tuple[Projections, Projections]]:
     """Projections by the parameters of a module that computes attention as a whole, as torch.nn.MultiheadAttention does."""
     given, module = input_of(case), case.quantity.module
     names = [f"{module}.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
-    if given is None or any(name not in case.right.manifest.params for name in names):
+    if given is None or given[0].ndim != 3 or any(name not in case.right.manifest.params for name in names):
         return
     values = [np.asarray(value, np.float64) for name in names if (value := case.as_used(case.right, name)) is not None]
-    if len(values) < len(names) or given[0].ndim != 3 or given[0].shape[-1:] != values[0].shape[1:]:
+    width = given[0].shape[-1]
+    if [value.shape for value in values] != [(3 * width, width), (3 * width,), (width, width), (width,)]:
         return
     enter, enter_bias, weight, bias = values
     first, second = (Projections(*np.split(x @ enter.T + enter_bias, 3, axis=-1), after=(weight, bias)) for x in given)

@@ -139,6 +139,14 @@ def grouped(factor: float) -> Values:
     return {("qkv", "output"): np.concatenate([q, k, v], axis=-1), ("out", "input"): y}
 
 
+def memory(padding: int) -> Values:
+    """Attention to the positions of a longer sequence, of which each sample masks more than the sample before."""
+    k, v = drawn(28, BATCH, LENGTH + 3, WIDTH), drawn(29, BATCH, LENGTH + 3, WIDTH)
+    keys = np.arange(LENGTH + 3) < LENGTH + 3 - padding * np.arange(BATCH)[:, None]
+    y = Attention(HEADS, HEADS, False, 0.5, keys=keys).of(Projections(Q, k, v))
+    return {("q", "output"): Q, ("k", "output"): k, ("v", "output"): v, ("out", "input"): y}
+
+
 def multihead(factor: float, *, causal: bool = True) -> Values:
     q, k, v = np.split(PROJECTED + IN_BIAS, 3, axis=-1)
     y = Attention(HEADS, HEADS, causal, factor).of(Projections(q, k, v, (OUT, OUT_BIAS)))
@@ -385,6 +393,20 @@ PAIRS["a weight with a dim of 1"] = (
     *({("f", "input"): X[0], ("f", "output"): each} for each in (X[0], np.tanh(X[0]))),
     "float64",
 )
+
+for shapes, value in (
+    ("in_proj_weight", QKV[:-2]),
+    ("in_proj_bias", IN_BIAS[:-1]),
+    ("out_proj.weight", OUT[:, :-1]),
+    ("out_proj.bias", OUT_BIAS[:-1]),
+):
+    PAIRS[f"attention as a module with another {shapes}"] = (
+        MULTIHEAD | {f"attn.{shapes}": value},
+        multihead(0.5),
+        multihead(0.25),
+        "float64",
+    )
+PAIRS["keys of padding of another sequence"] = ({}, memory(1), memory(0), "float64")
 
 
 @pytest.mark.parametrize("name", PAIRS)
