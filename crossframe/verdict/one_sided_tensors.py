@@ -35,16 +35,21 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
     known = [bool(has or side.initial_buffers()) for has, side in zip(have, (pair.a, pair.b), strict=True)]
     if any(have) and not all(known):
         yield f"buffers, which {names[known.index(True)]} alone recorded, are not compared"
-    for i, (mine, theirs) in enumerate(((pair.a, pair.b), (pair.b, pair.a))):
+    for name, mine, theirs in zip(names, (pair.a, pair.b), (pair.b, pair.a), strict=True):
         alone = [
-            name
-            for name in dict.fromkeys(name for step in pair.steps[:_STEPS] for name in mine.buffers(step))
-            if not any(theirs.has_buffer(step, name) for step in (-1, *pair.steps[:_STEPS]))
+            each
+            for each in dict.fromkeys(each for step in pair.steps[:_STEPS] for each in mine.buffers(step))
+            if not any(theirs.has_buffer(step, each) for step in (-1, *pair.steps[:_STEPS]))
         ]
         if alone and all(known):
-            more = f" and {len(alone) - 1} more buffers" if len(alone) > 1 else ""
-            yield f"the buffer {alone[0]!r}{more}, which {names[i]} alone recorded, {'are' if more else 'is'} not compared"
+            yield _not_compared(f"the buffer {alone[0]!r}", len(alone) - 1, "buffer", name)
     yield from _updates(pair, names)
+
+
+def _not_compared(first: str, num_more: int, noun: str, name: str, *, verb: str = "is") -> str:
+    """The clause on tensors that one side lacks: the first one, of which the verb is, and the number of the others."""
+    more = f" and {num_more} more {noun}{'s' * (num_more > 1)}" if num_more else ""
+    return f"{first}{more}, which {name} alone recorded, {'are' if num_more else verb} not compared"
 
 
 def _has_any(recording: Recording, phase: str, steps: tuple[int, ...]) -> bool:
@@ -58,14 +63,12 @@ def _has_any(recording: Recording, phase: str, steps: tuple[int, ...]) -> bool:
 
 def _updates(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     """Parameters after a step, such as the last one of a script that adds updates by a function of its own."""
-    for i, side in enumerate((pair.a, pair.b)):
-        other = (pair.b, pair.a)[i]
+    for name, side, other in zip(names, (pair.a, pair.b), (pair.b, pair.a), strict=True):
         steps = [
             step for step in pair.steps if _has_any(side, UPDATE, (step,)) and not _has_any(other, UPDATE, (step,))
         ]
         if steps:
-            more = f" and {len(steps) - 1} more steps" if len(steps) > 1 else ""
-            yield f"the parameters after step {steps[0]}{more}, which {names[i]} alone recorded, are not compared"
+            yield _not_compared(f"the parameters after step {steps[0]}", len(steps) - 1, "step", name, verb="are")
 
 
 def _activations(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
@@ -83,6 +86,5 @@ def _activations(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
         alone = [at for at in recorded[i] if at not in recorded[1 - i] and at[0] in known]
         if alone:
             module, use = alone[0]
-            more = f" and {len(alone) - 1} more activations" if len(alone) > 1 else ""
-            what = f"the {use} of {f'{module!r}' if module else 'the model'}{more}"
-            yield f"{what}, which {names[i]} alone recorded, {'are' if more else 'is'} not compared"
+            what = f"the {use} of {f'{module!r}' if module else 'the model'}"
+            yield _not_compared(what, len(alone) - 1, "activation", names[i])

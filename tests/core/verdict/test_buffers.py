@@ -184,6 +184,15 @@ def test_a_buffer_that_one_recording_lacks_is_noted(tmp_path):
     assert found.notes == ("the buffer 'teacher.w', which b alone recorded, is not compared",)
 
 
+@pytest.mark.parametrize(("num", "said"), [(2, "1 more buffer"), (3, "2 more buffers")])
+def test_buffers_that_one_side_lacks_are_counted(tmp_path, num, said):
+    def more(step, rank):
+        return moving()(step, rank) | {f"ema.{i}": np.full(2, float(step)) for i in range(num)}
+
+    found = compare(recorded(tmp_path, "a", moving()), recorded(tmp_path, "b", more))
+    assert found.notes == (f"the buffer 'ema.0' and {said}, which b alone recorded, are not compared",)
+
+
 def test_other_values_before_the_first_step_are_noted_and_no_factor(tmp_path):
     def counting(start):
         return lambda step, rank: {"count": np.array([start + step + 1.0])}

@@ -47,6 +47,24 @@ def test_tensors_that_one_side_lacks_are_named(tmp_path, monkeypatch, method, wh
     assert found.notes == (f"{what}, which a alone recorded, are not compared",)
 
 
+@pytest.mark.parametrize(
+    ("method", "dropped", "what"),
+    [
+        pytest.param("updated", lambda *args: args[0] > 0, "the parameters after step 1 and 1 more step", id="steps"),
+        pytest.param(
+            "activation",
+            lambda *args: args[2] == "block",
+            "the input of 'block' and 1 more activation",
+            id="activations",
+        ),
+    ],
+)
+def test_one_more_tensor_is_singular(tmp_path, monkeypatch, method, dropped, what):
+    a = synthetic.record(tmp_path / "a")
+    b = without(monkeypatch, tmp_path / "b", method, dropped)
+    assert f"{what}, which a alone recorded, are not compared" in compare(a, b).notes
+
+
 def test_parameters_after_the_last_step_may_be_unknown_to_one_side(tmp_path, monkeypatch):
     a = synthetic.record(tmp_path / "a")
     last = a.recorded_steps()[-1]
