@@ -135,7 +135,7 @@ def _packages() -> dict[str, Fact]:
 def _source(folder: Path) -> dict[str, Fact]:
     """The commit of the script's folder, tracked files that differ from it, and the sources that were imported."""
     found: dict[str, Fact] = {}
-    top = _git(folder, "rev-parse", "--show-toplevel")
+    top = _git(folder, "rev-parse", "--show-toplevel") if _may_have_repository(folder) else None
     root = Path(top.strip()) if top else None
     if root is not None and (commit := _git(root, "rev-parse", "HEAD")):
         found["commit"] = commit.strip()
@@ -167,6 +167,11 @@ def _file_digest(path: str) -> str:
         return file_digest(path)[:16]
     except OSError:
         return "not readable"
+
+
+def _may_have_repository(folder: Path) -> bool:
+    """Whether git would look into a repository from a folder: without one, no process is started to learn that."""
+    return "GIT_DIR" in os.environ or any((each / ".git").exists() for each in (folder, *folder.parents))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

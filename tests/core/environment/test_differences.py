@@ -338,7 +338,15 @@ def test_the_version_of_the_driver_is_collected(monkeypatch, text, driver):
     assert collect({})["machine"].get("driver") == driver
 
 
+def test_no_process_is_started_outside_of_repositories(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command[-1]))
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "train.py")])
+    assert "commit" not in collect({})["source"] and not started
+
+
 def test_git_that_is_not_installed_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
     monkeypatch.setattr("sys.argv", [str(tmp_path / "train.py")])
     monkeypatch.setenv("PATH", os.devnull)
     assert "commit" not in collect({})["source"]
