@@ -49,7 +49,7 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
 def _with_state(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
     """The taps of the body of a scan; if it updates parameters, the last update has the state of the model that the scan carries.
 
-    What is larger than the model, such as a replay buffer, is left out.
+    What is larger than the model, such as a replay buffer, is left out: the scan stacks it, once for each of its steps.
     """
     found = list(taps)
     at = max((i for i, tap in enumerate(found) if tap.kind == UPDATE and not tap.scans), default=None)
