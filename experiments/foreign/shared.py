@@ -199,8 +199,6 @@ def start_jax(given: argparse.Namespace, params: Any, convert: Callable[[Arrays]
     Args:
         params: parameters of the model, of any values.
     """
-    import jax
-
     from crossframe import MeshSpec
     from jax_backend import make_mesh, shard
 
@@ -208,9 +206,7 @@ def start_jax(given: argparse.Namespace, params: Any, convert: Callable[[Arrays]
         write_converted(given, convert)
         sys.exit()
     values = filled(params, convert(load_file(given.values / "a.safetensors")))
-    # A scalar, such as the temperature of CLIP, has no dim of its own to shard on.
-    layout = "per_param" if all(leaf.ndim for leaf in jax.tree.leaves(values)) else "flat"
-    return shard(values, make_mesh(MeshSpec(shard=1)), layout=layout)
+    return shard(values, make_mesh(MeshSpec(shard=1)))
 
 
 def train_jax(
