@@ -60,7 +60,7 @@ USER_CODE = UserCode("jax", "jaxlib", "flax", "optax", "equinox")
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class Evaluated:
     """The value of a variable of a jaxpr.
 
     Attributes:
@@ -76,7 +76,7 @@ class Value:
     late: bool = False
     sharding: NamedSharding | None = None
 
-    def like(self, by_rank: tuple[Any, ...], sharding: NamedSharding | None = None) -> "Value":
+    def like(self, by_rank: tuple[Any, ...], sharding: NamedSharding | None = None) -> "Evaluated":
         """Other arrays with the same attributes, but for their place."""
         return replace(self, by_rank=by_rank, sharding=sharding)
 
@@ -165,8 +165,8 @@ class Equation:
     name: str
     arguments: str
     place: Place
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[Evaluated, ...]
+    outputs: tuple[Evaluated, ...]
     primitive: Any = None
     params: dict[str, Any] | None = None
 
@@ -206,10 +206,10 @@ class Interpreter:
         self._late |= {id(array): array for array, value in zip(arrays, found, strict=True) if value.late}
         return arrays
 
-    def _given(self, array: Any) -> Value:
+    def _given(self, array: Any) -> Evaluated:
         """The value of an array."""
         scalar = not isinstance(array, jax.Array) and np.ndim(array) == 0
-        return Value((self._here(array),), array if scalar else None, late=id(array) in self._late)
+        return Evaluated((self._here(array),), array if scalar else None, late=id(array) in self._late)
 
     def _here(self, array: Any) -> Any:
         """An array on the one device."""
@@ -224,16 +224,19 @@ class Interpreter:
             return jax.device_put(array, self._device)
         return jax.device_put(np.asarray(array), self._device)  # without its mesh, which JAX does not mix with others
 
-    def _closed(self, closed: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def _closed(self, closed: Any, args: Sequence[Evaluated], place: Place) -> list[Evaluated]:
         """The results of a jaxpr with or without its constants."""
         jaxpr, consts = opened(closed)
         scalars = (each if not isinstance(each, jax.Array) and np.ndim(each) == 0 else None for each in consts)
         known = [
-            Value((self._here(each),) * place.num_ranks, scalar) for each, scalar in zip(consts, scalars, strict=True)
+            Evaluated((self._here(each),) * place.num_ranks, scalar)
+            for each, scalar in zip(consts, scalars, strict=True)
         ]
         return _Frame(jaxpr, self, place.within(jaxpr)).run(known, args)
 
-    def apply(self, primitive: Any, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+    def apply(
+        self, primitive: Any, params: dict[str, Any], operands: Sequence[Evaluated], place: Place
+    ) -> list[Evaluated]:
         """A primitive's results for values."""
         name = primitive.name
         if name == "sharding_constraint" and place.ranks is None and isinstance(params["sharding"], NamedSharding):
@@ -260,7 +263,9 @@ class Interpreter:
 
     # Operators
 
-    def _leaf(self, primitive: Any, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+    def _leaf(
+        self, primitive: Any, params: dict[str, Any], operands: Sequence[Evaluated], place: Place
+    ) -> list[Evaluated]:
         bound = primitive.get_bind_params(dict(params))
         if bound.get("sharding") is not None:
             bound = {**bound, "sharding": None}
@@ -274,7 +279,7 @@ class Interpreter:
         else:
             by_rank = _on_each(run, operands, place.num_ranks)
         late = place.is_backward or any(each.late for each in operands)
-        found = [Value(tuple(row), late=late) for row in zip(*by_rank, strict=True)]
+        found = [Evaluated(tuple(row), late=late) for row in zip(*by_rank, strict=True)]
         if operands and all(each.constant is not None for each in operands):
             if primitive.name in _OF_CONSTANTS:
                 return [replace(each, constant=operands[0].constant) for each in found]
@@ -284,7 +289,7 @@ class Interpreter:
         self._show(Equation(primitive.name, _arguments(params, operands), place, tuple(operands), tuple(found), *own))
         return found
 
-    def _piece_of(self, name: str, arguments: str, whole: Value, piece: Value, place: Place) -> Value:
+    def _piece_of(self, name: str, arguments: str, whole: Evaluated, piece: Evaluated, place: Place) -> Evaluated:
         """Show the splitting or joining of a value as an operator."""
         if whole.constant is None:
             self._show(Equation(name, arguments, place, (whole,), (piece,)))
@@ -292,7 +297,7 @@ class Interpreter:
 
     # Primitives that hold jaxprs
 
-    def _shard_map(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+    def _shard_map(self, params: dict[str, Any], operands: Sequence[Evaluated], place: Place) -> list[Evaluated]:
         mesh = params["mesh"]
         if not isinstance(mesh, Mesh):
             mesh = self._with_devices(mesh)
@@ -317,7 +322,7 @@ class Interpreter:
         devices = next((mesh.devices for mesh in self._meshes if mesh.size == abstract.size), first)
         return Mesh(devices.reshape(tuple(abstract.shape.values())), abstract.axis_names)
 
-    def _scan(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value]:
+    def _scan(self, params: dict[str, Any], operands: Sequence[Evaluated], place: Place) -> list[Evaluated]:
         (num_consts, num_carry), length = num_scan_operands(params), params["length"]
         consts, carry = list(operands[:num_consts]), list(operands[num_consts : num_consts + num_carry])
         stacked, collected = operands[num_consts + num_carry :], []
@@ -333,15 +338,15 @@ class Interpreter:
             collected.reverse()
         if not length:
             shapes: list[Any] = [var.aval for var in opened(params["jaxpr"])[0].outvars[num_carry:]]
-            return [*carry, *(Value((jnp.zeros((0, *s.shape), s.dtype),) * place.num_ranks) for s in shapes)]
+            return [*carry, *(Evaluated((jnp.zeros((0, *s.shape), s.dtype),) * place.num_ranks) for s in shapes)]
         stacks = []
         for rows in zip(*collected, strict=True):
             by_rank = tuple(jnp.stack(arrays) for arrays in zip(*(row.by_rank for row in rows), strict=True))
-            stacks.append(stack := Value(by_rank, late=any(row.late for row in rows)))
+            stacks.append(stack := Evaluated(by_rank, late=any(row.late for row in rows)))
             self._show(Equation("scan", "stacked", place, tuple(rows), (stack,)))
         return [*carry, *stacks]
 
-    def _while(self, params: dict[str, Any], operands: Sequence[Value], place: Place) -> list[Value] | None:
+    def _while(self, params: dict[str, Any], operands: Sequence[Evaluated], place: Place) -> list[Evaluated] | None:
         """The results of a loop; None if ranks leave it after different numbers of iterations."""
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
@@ -363,11 +368,11 @@ class _Frame(Evaluation):
         super().__init__(jaxpr)
         self._interpreter, self._place = interpreter, place
 
-    def literal(self, value: Any) -> Value:
+    def literal(self, value: Any) -> Evaluated:
         array = np.asarray(value)  # without the mesh that JAX keeps with it
-        return Value((array,) * self._place.num_ranks, array if array.ndim == 0 else None)
+        return Evaluated((array,) * self._place.num_ranks, array if array.ndim == 0 else None)
 
-    def evaluate(self, equation: core.JaxprEqn, operands: list[Any]) -> list[Value]:
+    def evaluate(self, equation: core.JaxprEqn, operands: list[Any]) -> list[Evaluated]:
         # Inside shard_map the context is that of one device; here ranks run one by one.
         with nullcontext() if self._place.ranks is not None else equation.ctx.manager:
             place = self._place.at(equation.source_info)
@@ -387,7 +392,7 @@ def _placed(array: Any, sharding: NamedSharding | None) -> Any:
     return jax.device_put(array, sharding)
 
 
-def _on_each(run: Callable[..., list[Any]], operands: Sequence[Value], num_ranks: int) -> list[list[Any]]:
+def _on_each(run: Callable[..., list[Any]], operands: Sequence[Evaluated], num_ranks: int) -> list[list[Any]]:
     """Each rank's results of an operator, which runs once if all ranks have the same arrays."""
     first = [each.by_rank[0] for each in operands]
     if all(array is own for each, own in zip(operands, first, strict=True) for array in each.by_rank):
@@ -396,7 +401,7 @@ def _on_each(run: Callable[..., list[Any]], operands: Sequence[Value], num_ranks
 
 
 def _collective(
-    run: Callable[..., list[Any]], operands: Sequence[Value], ranks: Ranks, here: Callable[[Any], Any]
+    run: Callable[..., list[Any]], operands: Sequence[Evaluated], ranks: Ranks, here: Callable[[Any], Any]
 ) -> list[list[Any]]:
     """Each rank's results of a collective, which runs over the devices."""
     at = PartitionSpec(ranks.axes)
@@ -460,7 +465,7 @@ def _joined(by_rank: Sequence[Any], spec: Any, ranks: Ranks) -> Any:
     return join([(dim, axes) for dim, axes in enumerate(_axes_of(spec, ranks)) if axes], {})
 
 
-def _arguments(params: dict[str, Any], operands: Sequence[Value]) -> str:
+def _arguments(params: dict[str, Any], operands: Sequence[Evaluated]) -> str:
     """The arguments of an equation besides computed values: constants by position, then parameters."""
     names = ("x", "y") if len(operands) <= 2 else tuple(f"operand{i}" for i in range(len(operands)))
     words = [

@@ -22,7 +22,7 @@ from crossframe.operators.trace import MOST_OPERATORS
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from jax_backend.activations import module_in
 from jax_backend.recorder._float64_check import judge
-from jax_backend.recorder._interpreter import Equation, Interpreter, Place, Value
+from jax_backend.recorder._interpreter import Equation, Evaluated, Interpreter, Place
 from jax_backend.tree import is_key
 
 _OPTIMIZER = "optimizer"
@@ -141,7 +141,7 @@ class OperatorTrace:
             return BACKWARD
         return _OPTIMIZER if any(each.late for each in equation.inputs) else FORWARD
 
-    def _of(self, value: Value, at: int) -> Signature:
+    def _of(self, value: Evaluated, at: int) -> Signature:
         return self._signature(_array(value, at))
 
     def _signature(self, array: Any) -> Signature:
@@ -157,7 +157,7 @@ class OperatorTrace:
         return found
 
 
-def _array(value: Value, at: int) -> Any:
+def _array(value: Evaluated, at: int) -> Any:
     """A rank's array."""
     return value.by_rank[at if len(value.by_rank) > 1 else 0]
 

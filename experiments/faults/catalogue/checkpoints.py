@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from crossframe.replacing import replacing
 from experiments.faults.catalogue.core import GATHERED
-from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family
 from experiments.faults.catalogue.optimizers import STATE
 
 CHECKPOINTS = Family("checkpoint", TORCH)
@@ -18,7 +19,7 @@ def _loads(framework: str, load: Callable[[Callable[..., Any], Path, Any, Any], 
 
     name = f"load_{framework}"
     right = getattr(resume, name)
-    with patched(resume, name, lambda *args: load(right, *args)):
+    with replacing(resume, name, lambda *args: load(right, *args)):
         yield
 
 
@@ -43,7 +44,7 @@ def moments_lost() -> Iterator[None]:
 def older_checkpoint() -> Iterator[None]:
     from experiments.train import resume
 
-    with patched(resume, "newest", lambda folder: sorted(folder.iterdir())[0]):
+    with replacing(resume, "newest", lambda folder: sorted(folder.iterdir())[0]):
         yield
 
 
@@ -75,7 +76,7 @@ def state_of_another() -> Iterator[None]:
         return right_layout(given, entry, dtype, lambda name: other.get(name, name))
 
     def load(right: Callable[..., Any], *args: Any) -> None:
-        with patched(checkpoint_state, "state_layout", layout):
+        with replacing(checkpoint_state, "state_layout", layout):
             right(*args)
 
     yield from _loads(TORCH, load)
@@ -123,7 +124,7 @@ def _lines(wanted: str, place_of: Callable[[int, int], int]) -> Iterator[None]:
     def lines(self: Any, section: str, target: Any, place: int) -> Any:
         return right(self, section, target, place_of(place, target.mesh.shard) if section == wanted else place)
 
-    with patched(Saved, "lines", lines):
+    with replacing(Saved, "lines", lines):
         yield
 
 

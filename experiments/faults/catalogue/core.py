@@ -8,7 +8,8 @@ from typing import Any
 from crossframe import precision, reduction
 from crossframe.layout import Layout
 from crossframe.layout.line import LineLayout
-from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from crossframe.replacing import replacing
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family
 
 CORE = Family("core", TORCH, JAX)
 REDUCED = ("reduce", "reduce_scatter")
@@ -22,7 +23,7 @@ HYBRID: dict[str, Any] = {"mesh": "2x2", "world_size": 4, "strategy": "hybrid_sh
     within=(JAX, TORCH),
 )
 def sum_gradients() -> Iterator[None]:
-    with patched(reduction, "divide_factors", lambda num_ranks: reduction.DivideFactors(1.0, 1.0)):
+    with replacing(reduction, "divide_factors", lambda num_ranks: reduction.DivideFactors(1.0, 1.0)):
         yield
 
 
@@ -32,7 +33,7 @@ def sum_gradients() -> Iterator[None]:
     world_size=3,
 )
 def root_of_the_ranks() -> Iterator[None]:
-    with patched(reduction, "divide_factors", lambda num_ranks: reduction.DivideFactors(math.sqrt(num_ranks), 1.0)):
+    with replacing(reduction, "divide_factors", lambda num_ranks: reduction.DivideFactors(math.sqrt(num_ranks), 1.0)):
         yield
 
 
@@ -44,7 +45,7 @@ def root_of_the_ranks() -> Iterator[None]:
 )
 def replicas_not_counted() -> Iterator[None]:
     right = reduction.divide_factors
-    with patched(reduction, "divide_factors", lambda num_ranks: right(num_ranks // 2)):
+    with replacing(reduction, "divide_factors", lambda num_ranks: right(num_ranks // 2)):
         yield
 
 
@@ -65,7 +66,7 @@ def alignment_forgotten() -> Iterator[None]:
             start += spec.numel
         return found
 
-    with patched(gather, "views_of", views_of):
+    with replacing(gather, "views_of", views_of):
         yield
 
 
@@ -83,7 +84,7 @@ def padding_of_the_next() -> Iterator[None]:
         first, *between, last = right(layout)
         return (*between, first, last)
 
-    with patched(LineLayout, "spaces", property(spaces)):
+    with replacing(LineLayout, "spaces", property(spaces)):
         yield
 
 
@@ -102,7 +103,7 @@ def ranks_reversed() -> Iterator[None]:
         gathered = right(shard, label, placed, dim=dim)
         return gathered.reshape(-1, shard.shape[-1])[::-1].reshape(gathered.shape)
 
-    with patched(gather, "all_gather", all_gather):
+    with replacing(gather, "all_gather", all_gather):
         yield
 
 
@@ -119,7 +120,7 @@ def reduced_in_bfloat16() -> Iterator[None]:
     def resolve(*args: Any, **kwargs: Any) -> precision.Precision:
         return replace(right(*args, **kwargs), reduced="bfloat16")
 
-    with patched(precision, "resolve_precision", resolve):
+    with replacing(precision, "resolve_precision", resolve):
         yield
 
 
@@ -137,7 +138,7 @@ def replicas_never_meet() -> Iterator[None]:
     def steps(*args: Any, **kwargs: Any) -> tuple[reduction.ReductionStep, ...]:
         return tuple(step for step in right(*args, **kwargs) if step is not reduction.ReductionStep.ALL_REDUCE)
 
-    with patched(grads, "reduction_steps", steps):
+    with replacing(grads, "reduction_steps", steps):
         yield
 
 
@@ -162,7 +163,7 @@ def norm_counts_replicas() -> Iterator[None]:
         def sum(self, *args: Any, **kwargs: Any) -> Any:
             return 2 * jnp.sum(*args, **kwargs)
 
-    with patched(clip, "jnp", Doubled()):
+    with replacing(clip, "jnp", Doubled()):
         yield
 
 
@@ -175,5 +176,5 @@ def norm_counts_replicas() -> Iterator[None]:
 def clip_epsilon() -> Iterator[None]:
     from jax_backend.engine import _clipping as clip
 
-    with patched(clip, "EPSILON", 1e-2):
+    with replacing(clip, "EPSILON", 1e-2):
         yield

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from crossframe.replacing import replacing
 from experiments.data import Batch, labelled
-from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, other_batches, patched
+from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, other_batches
 from experiments.models import ModelDefinition
 
 DATA = Family("data", JAX, TORCH)
@@ -19,7 +20,7 @@ def _fed(change: Callable[[Callable[[int, int, int], Batch], int, int, int], Bat
     def batch(self: ModelDefinition, seed: int, step: int, rank: int, *sizes: Any) -> Batch:
         return change(lambda *of: right(self, *of, *sizes), seed, step, rank)
 
-    with patched(ModelDefinition, "batch", batch):
+    with replacing(ModelDefinition, "batch", batch):
         yield
 
 
@@ -75,5 +76,5 @@ def scaled_by_255() -> Iterator[None]:
     from experiments.models import mlp_torch
 
     right = mlp_torch.MLP.forward
-    with patched(mlp_torch.MLP, "forward", lambda self, images: right(self, images * (255 / 256))):
+    with replacing(mlp_torch.MLP, "forward", lambda self, images: right(self, images * (255 / 256))):
         yield

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from crossframe.errors import UsageError
+from crossframe.replacing import replacing
 
 TORCH, JAX = "torch", "jax"
 ALL_DTYPES = ("float64", "float32", "bfloat16")
@@ -108,24 +109,9 @@ class Family:
         return add
 
 
-@contextmanager
-def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replaces an attribute of a module, a class or an instance inside the context."""
-    own = vars(owner)
-    was_own, before = name in own, own.get(name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if was_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
 def with_method(module: str, name: str, method: str, new: Callable[..., Any]) -> Iterator[None]:
     """A class of a model, of `experiments.models`, has another method: for a fault to yield from."""
-    with patched(getattr(import_module(f"experiments.models.{module}"), name), method, new):
+    with replacing(getattr(import_module(f"experiments.models.{module}"), name), method, new):
         yield
 
 

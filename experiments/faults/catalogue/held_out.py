@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from crossframe.replacing import replacing
 from experiments.faults.catalogue.core import GATHERED, HYBRID, REDUCED
-from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family
 from experiments.faults.catalogue.models_torch import LOCAL, LOSS
 from experiments.faults.catalogue.optimizers import SGD, STATE, UPDATE, adam, adamw, calls_of, sgd
 from experiments.faults.catalogue.torch_engine import after_reduction, before_sum
@@ -22,7 +23,7 @@ def clip_forgotten() -> Iterator[None]:
     from torch_backend import FullyShardedDataParallel
 
     right = FullyShardedDataParallel.clip_grad_norm_
-    with patched(FullyShardedDataParallel, "clip_grad_norm_", lambda self, most: right(self, math.inf)):
+    with replacing(FullyShardedDataParallel, "clip_grad_norm_", lambda self, most: right(self, math.inf)):
         yield
 
 
@@ -41,7 +42,7 @@ def scale_left_in() -> Iterator[None]:
     from torch import Tensor
 
     right = Tensor.backward
-    with patched(Tensor, "backward", lambda self, *args, **kwargs: right(self * 128, *args, **kwargs)):
+    with replacing(Tensor, "backward", lambda self, *args, **kwargs: right(self * 128, *args, **kwargs)):
         yield
 
 
@@ -61,7 +62,7 @@ def loss_divided_twice() -> Iterator[None]:
     from torch.nn import functional
 
     right = functional.cross_entropy
-    with patched(functional, "cross_entropy", lambda *args, **kwargs: right(*args, **kwargs) / 2):
+    with replacing(functional, "cross_entropy", lambda *args, **kwargs: right(*args, **kwargs) / 2):
         yield
 
 
@@ -93,7 +94,7 @@ def reduced_in_float16() -> Iterator[None]:
     from crossframe import precision
 
     right = precision.resolve_precision
-    with patched(precision, "resolve_precision", lambda *args, **kw: replace(right(*args, **kw), reduced="float16")):
+    with replacing(precision, "resolve_precision", lambda *args, **kw: replace(right(*args, **kw), reduced="float16")):
         yield
 
 
@@ -131,7 +132,9 @@ def first_moment_not_corrected() -> Iterator[None]:
     import optax
 
     right = optax.tree.bias_correction
-    with patched(optax.tree, "bias_correction", lambda m, decay, count: m if decay == 0.9 else right(m, decay, count)):
+    with replacing(
+        optax.tree, "bias_correction", lambda m, decay, count: m if decay == 0.9 else right(m, decay, count)
+    ):
         yield
 
 
@@ -182,8 +185,8 @@ def rate_of_a_unit() -> Iterator[None]:
         self.add_param_group({"params": [named[name] for name in late], "lr": 0.1 * rate})
 
     with (
-        patched(FullyShardedDataParallel, "__init__", model),
-        patched(torch.optim.AdamW, "__init__", optimizer),
+        replacing(FullyShardedDataParallel, "__init__", model),
+        replacing(torch.optim.AdamW, "__init__", optimizer),
     ):
         yield
 
@@ -208,7 +211,7 @@ def shards_exchanged() -> Iterator[None]:
             half = self.full.numel() // 2
             self.full.copy_(self.full.roll(half))
 
-    with patched(GatherBuffer, "start", start), patched(GatherBuffer, "finish", finish):
+    with replacing(GatherBuffer, "start", start), replacing(GatherBuffer, "finish", finish):
         yield
 
 
@@ -229,7 +232,7 @@ def _own_adam(change: Callable[..., Any]) -> Iterator[None]:
             corrections = 1 - beta1 ** count.item(), 1 - beta2 ** count.item()
             param.sub_(change(mean, square, rate, kw["eps"], corrections))
 
-    with patched(import_module("torch.optim.adam"), "adam", step):
+    with replacing(import_module("torch.optim.adam"), "adam", step):
         yield
 
 
@@ -276,5 +279,5 @@ def norm_of_the_largest() -> Iterator[None]:
     from torch_backend import FullyShardedDataParallel
 
     right = FullyShardedDataParallel.clip_grad_norm_
-    with patched(FullyShardedDataParallel, "clip_grad_norm_", lambda self, most: right(self, most, math.inf)):
+    with replacing(FullyShardedDataParallel, "clip_grad_norm_", lambda self, most: right(self, most, math.inf)):
         yield

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, each_made, patched, with_method
+from crossframe.replacing import replacing
+from experiments.faults.catalogue.fault import JAX, TORCH, Answer, Family, each_made, with_method
 from experiments.faults.catalogue.models_torch import INPUT, LOCAL, OUTPUT
 
 HELD_OUT = Family("held out", TORCH)
@@ -37,7 +38,7 @@ def gelu_by_erf_in_jax() -> Iterator[None]:
     import jax
 
     right = jax.nn.gelu
-    with patched(jax.nn, "gelu", lambda x, approximate=True: right(x, approximate=False)):
+    with replacing(jax.nn, "gelu", lambda x, approximate=True: right(x, approximate=False)):
         yield
 
 
@@ -54,7 +55,7 @@ def kernel_as_in_torch() -> Iterator[None]:
     def call(self: Any, x: Any) -> Any:
         return x @ self.kernel[...].T + self.bias[...] if getattr(self, "turned", False) else right(self, x)
 
-    with patched(nnx.Linear, "__call__", call):
+    with replacing(nnx.Linear, "__call__", call):
         yield from each_made("gpt_flax", "Block", lambda block: setattr(block.attention.key, "turned", True))
 
 
@@ -126,7 +127,7 @@ def channels_exchanged() -> Iterator[None]:
         turned = {name: value.swapaxes(0, 1) if name in square else value for name, value in values.items()}
         return right(definition, params, turned)
 
-    with patched(load_flax, "nnx_params", nnx_params):
+    with replacing(load_flax, "nnx_params", nnx_params):
         yield
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from crossframe.replacing import replacing
 from experiments.faults.catalogue.core import GATHERED
-from experiments.faults.catalogue.fault import JAX, TELLABLE, Answer, Family, patched
+from experiments.faults.catalogue.fault import JAX, TELLABLE, Answer, Family
 from experiments.faults.catalogue.torch_engine import LOCAL
 
 JAX_ENGINE = Family("JAX engine", JAX)
@@ -25,7 +26,7 @@ def psum_in_the_loss() -> Iterator[None]:
         value = right(*args, **kwargs)
         return 2 * value - jax.lax.stop_gradient(value)
 
-    with patched(optax, "softmax_cross_entropy_with_integer_labels", loss):
+    with replacing(optax, "softmax_cross_entropy_with_integer_labels", loss):
         yield
 
 
@@ -41,7 +42,7 @@ def gradient_transposed() -> Iterator[None]:
     def transposed(leaves_of: Any, shapes: Any, grads: dict[str, Any]) -> Any:
         return right(leaves_of, shapes, {name: grad.T if name == path else grad for name, grad in grads.items()})
 
-    with patched(gather, "transposed", transposed):
+    with replacing(gather, "transposed", transposed):
         yield
 
 
@@ -59,7 +60,7 @@ def kernels_loaded_transposed() -> Iterator[None]:
         square = {name for name, value in values.items() if value.ndim == 2 and value.shape[0] == value.shape[1]}
         return right(definition, params, {name: value.T if name in square else value for name, value in values.items()})
 
-    with patched(load_flax, "nnx_params", nnx_params):
+    with replacing(load_flax, "nnx_params", nnx_params):
         yield
 
 
@@ -80,7 +81,7 @@ def gathered_in_bfloat16() -> Iterator[None]:
             return right(shard, label, placed, dim=dim)
         return right(shard.astype(jnp.bfloat16), label, placed, dim=dim).astype(shard.dtype)
 
-    with patched(gather, "all_gather", all_gather):
+    with replacing(gather, "all_gather", all_gather):
         yield
 
 
@@ -92,7 +93,7 @@ def gathered_in_bfloat16() -> Iterator[None]:
 def waiting_replaced() -> Iterator[None]:
     from jax_backend.shards._local_grads import LocalGrads
 
-    with patched(LocalGrads, "__add__", lambda self, other: other):
+    with replacing(LocalGrads, "__add__", lambda self, other: other):
         yield
 
 
@@ -123,5 +124,5 @@ def rank_goes_back_low() -> Iterator[None]:
             x = block(x)
         return self.head(self.norm(narrowed(x)))
 
-    with patched(gpt_flax.GPT, "__call__", call):
+    with replacing(gpt_flax.GPT, "__call__", call):
         yield

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.faults.catalogue.fault import JAX, Answer, Family, each_made, patched, with_method
+from crossframe.replacing import replacing
+from experiments.faults.catalogue.fault import JAX, Answer, Family, each_made, with_method
 from experiments.faults.catalogue.models_torch import INPUT, LOCAL, LOSS, OUTPUT
 
 MODELS = Family("model", JAX)
@@ -35,7 +36,7 @@ def epsilon_outside_the_root() -> Iterator[None]:
         root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
         return x / (root + jnp.asarray(self.epsilon, x.dtype)) * self.scale[...].astype(x.dtype)
 
-    with patched(nnx.RMSNorm, "__call__", call):
+    with replacing(nnx.RMSNorm, "__call__", call):
         yield
 
 
@@ -54,7 +55,7 @@ def variance_of_a_sample() -> Iterator[None]:
         n = math.prod(x.shape[axis] for axis in ((axes,) if isinstance(axes, int) else axes))
         return mean, variance * (n / (n - 1))
 
-    with patched(normalization, "_compute_stats", stats):
+    with replacing(normalization, "_compute_stats", stats):
         yield
 
 
@@ -78,7 +79,7 @@ def heads_tiled() -> Iterator[None]:
         def repeat(self, x: Any, group: int, axis: int) -> Any:
             return jnp.concatenate([x] * group, axis=axis)
 
-    with patched(llama_flax, "jnp", Tiles()):
+    with replacing(llama_flax, "jnp", Tiles()):
         yield
 
 
@@ -152,7 +153,7 @@ def softmax_in_float32() -> Iterator[None]:
     def softmax(x: Any, axis: int = -1, **kwargs: Any) -> Any:
         return right(x.astype(jnp.float32), axis=axis, **kwargs).astype(x.dtype)
 
-    with patched(jax.nn, "softmax", softmax):
+    with replacing(jax.nn, "softmax", softmax):
         yield
 
 
@@ -185,7 +186,7 @@ def loss_not_divided() -> Iterator[None]:
     import optax
 
     right = optax.softmax_cross_entropy_with_integer_labels
-    with patched(optax, "softmax_cross_entropy_with_integer_labels", lambda *args: 2 * right(*args)):
+    with replacing(optax, "softmax_cross_entropy_with_integer_labels", lambda *args: 2 * right(*args)):
         yield
 
 
@@ -205,5 +206,5 @@ def tied_lookup_twice() -> Iterator[None]:
         # Positions have an embedding too, of fewer rows.
         return 2 * x - jax.lax.stop_gradient(x) if self.num_embeddings == 256 else x
 
-    with patched(nnx.Embed, "__call__", call):
+    with replacing(nnx.Embed, "__call__", call):
         yield

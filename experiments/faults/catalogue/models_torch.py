@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family, each_made, patched, with_method
+from crossframe.replacing import replacing
+from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family, each_made, with_method
 
 MODELS = Family("model", TORCH)
 INPUT, OUTPUT, LOSS = ("forward", "input"), ("forward", "output"), ("forward", "loss")
@@ -22,7 +23,7 @@ def gelu_by_erf() -> Iterator[None]:
     from torch.nn import functional
 
     right = functional.gelu
-    with patched(functional, "gelu", lambda x, approximate="none": right(x)):
+    with replacing(functional, "gelu", lambda x, approximate="none": right(x)):
         yield
 
 
@@ -138,7 +139,7 @@ def dropout_left_on() -> Iterator[None]:
         kept = torch.rand(x.shape, generator=generator) < 0.9
         return right(x, approximate=approximate) * kept / 0.9
 
-    with patched(functional, "gelu", gelu):
+    with replacing(functional, "gelu", gelu):
         yield
 
 
@@ -190,7 +191,7 @@ def rotary_interleaved() -> Iterator[None]:
 
     from experiments.models import llama_torch
 
-    with patched(llama_torch.Attention, "_turned", turned):
+    with replacing(llama_torch.Attention, "_turned", turned):
         yield
 
 
@@ -206,7 +207,7 @@ def rotary_base() -> Iterator[None]:
     from experiments.models import llama_torch
 
     right = llama_torch.rotary
-    with patched(llama_torch, "rotary", lambda config, time: right(replace(config, rotary_base=1e4), time)):
+    with replacing(llama_torch, "rotary", lambda config, time: right(replace(config, rotary_base=1e4), time)):
         yield
 
 
@@ -259,7 +260,7 @@ def labels_shifted_twice() -> Iterator[None]:
     def cross_entropy(logits: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
         return right(logits, targets.roll(-1), *args, **kwargs)
 
-    with patched(functional, "cross_entropy", cross_entropy):
+    with replacing(functional, "cross_entropy", cross_entropy):
         yield
 
 
@@ -275,7 +276,7 @@ def labels_smoothed() -> Iterator[None]:
     def cross_entropy(*args: Any, **kwargs: Any) -> Any:
         return right(*args, **kwargs, label_smoothing=0.1)
 
-    with patched(functional, "cross_entropy", cross_entropy):
+    with replacing(functional, "cross_entropy", cross_entropy):
         yield
 
 
@@ -289,7 +290,7 @@ def tied_head_detached() -> Iterator[None]:
     from experiments.models import gpt_torch
 
     right = gpt_torch.tied_logits
-    with patched(gpt_torch, "tied_logits", lambda x, weight: right(x, weight.detach())):
+    with replacing(gpt_torch, "tied_logits", lambda x, weight: right(x, weight.detach())):
         yield
 
 
@@ -309,5 +310,5 @@ def tied_head_apart() -> Iterator[None]:
         del first[1:]
         return right(x, first[0])
 
-    with patched(gpt_torch, "tied_logits", logits):
+    with replacing(gpt_torch, "tied_logits", logits):
         yield

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family, patched
+from crossframe.replacing import replacing
+from experiments.faults.catalogue.fault import JAX, TELLABLE, TORCH, Answer, Family
 
 OPTIMIZERS = Family("optimizer", TORCH)
 STATE, UPDATE = ("state", "state"), ("update", "optimizer")
@@ -23,7 +24,7 @@ def calls_of(module: str, name: str, change: Callable[[int, tuple, dict[str, Any
         if goes_on:
             right(*args, **kwargs)
 
-    with patched(owner, name, function):
+    with replacing(owner, name, function):
         yield
 
 
@@ -125,7 +126,7 @@ def adamw(make: Callable[..., Any]) -> Iterator[None]:
     import optax
 
     right = optax.adamw
-    with patched(optax, "adamw", lambda rate, weight_decay: make(right, rate, weight_decay)):
+    with replacing(optax, "adamw", lambda rate, weight_decay: make(right, rate, weight_decay)):
         yield
 
 
@@ -142,7 +143,7 @@ def epsilon_under_the_root() -> Iterator[None]:
 def _bias_correction(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     import optax
 
-    with patched(optax.tree, "bias_correction", change(optax.tree.bias_correction)):
+    with replacing(optax.tree, "bias_correction", change(optax.tree.bias_correction)):
         yield
 
 
@@ -207,7 +208,7 @@ def decay_behind_momentum() -> Iterator[None]:
     def sgd(rate: float, momentum: float) -> Any:
         return optax.chain(optax.trace(momentum), decayed(decay[0]), optax.scale_by_learning_rate(rate))
 
-    with patched(optax, "add_decayed_weights", later), patched(optax, "sgd", sgd):
+    with replacing(optax, "add_decayed_weights", later), replacing(optax, "sgd", sgd):
         yield
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from crossframe.replacing import replacing
 from experiments.faults.catalogue.core import GATHERED, REDUCED
-from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family, patched
+from experiments.faults.catalogue.fault import TELLABLE, TORCH, Answer, Family
 
 TORCH_ENGINE = Family("torch engine", TORCH)
 LOCAL = ("backward", "backward")
@@ -23,7 +24,7 @@ def _stale(unit: str, wanted: str) -> Iterator[None]:
             kept[unit] = shard.detach().clone()
         right(self, sent, communicator, **kwargs)
 
-    with patched(GatherBuffer, "start", start):
+    with replacing(GatherBuffer, "start", start):
         yield
 
 
@@ -55,7 +56,7 @@ def stale_backward() -> Iterator[None]:
 def last_microbatch_alone() -> Iterator[None]:
     from torch_backend.memory._full_grads import FullGrads
 
-    with patched(FullGrads, "keep", lambda self, dtypes: self._forget_arrived()):
+    with replacing(FullGrads, "keep", lambda self, dtypes: self._forget_arrived()):
         yield
 
 
@@ -75,7 +76,7 @@ def last_microbatch_lost() -> Iterator[None]:
             self._grads._forget_arrived()
         right(self)
 
-    with patched(Unit, "start_reduction", start_reduction):
+    with replacing(Unit, "start_reduction", start_reduction):
         yield
 
 
@@ -89,7 +90,7 @@ def before_sum(change: Any) -> Iterator[None]:
         change(self.rank, unit, full)
         return right(self, shard, full, unit=unit, phase=phase)
 
-    with patched(Communicator, "reduce_scatter", reduce_scatter):
+    with replacing(Communicator, "reduce_scatter", reduce_scatter):
         yield
 
 
@@ -138,7 +139,7 @@ def after_reduction(change: Any) -> Iterator[None]:
         change(self._mesh.shards.rank, unit_of[id(self)], shard)
         return shard
 
-    with patched(GradStore, "start", start), patched(GradStore, "take", take):
+    with replacing(GradStore, "start", start), replacing(GradStore, "take", take):
         yield
 
 
@@ -192,7 +193,7 @@ def slice_not_waited_for() -> Iterator[None]:
             late.discard(id(self))
             self.full[self.full.numel() // 2 :] = 0
 
-    with patched(GatherBuffer, "start", start), patched(GatherBuffer, "finish", finish):
+    with replacing(GatherBuffer, "start", start), replacing(GatherBuffer, "finish", finish):
         yield
 
 
@@ -213,7 +214,7 @@ def gradients_mixed() -> Iterator[None]:
             mixed[i], mixed[j] = mixed[j], mixed[i]
         return right(self, mixed, layout, cast=cast)
 
-    with patched(GradStore, "_collect", collect):
+    with replacing(GradStore, "_collect", collect):
         yield
 
 
@@ -226,7 +227,7 @@ def gradients_mixed() -> Iterator[None]:
 def norm_of_the_shard() -> Iterator[None]:
     from torch_backend.ranks._collectives import Communicator
 
-    with patched(Communicator, "sum_all", lambda self, tensor: None):
+    with replacing(Communicator, "sum_all", lambda self, tensor: None):
         yield
 
 
@@ -238,7 +239,7 @@ def norm_of_the_shard() -> Iterator[None]:
 def zero_grad_forgotten() -> Iterator[None]:
     from torch.optim import Optimizer
 
-    with patched(Optimizer, "zero_grad", lambda self, set_to_none=True: None):
+    with replacing(Optimizer, "zero_grad", lambda self, set_to_none=True: None):
         yield
 
 
@@ -259,7 +260,7 @@ def ranks_start_apart() -> Iterator[None]:
             params = {name: value[..., ::-1].copy() for name, value in params.items()}
         right(module, params)
 
-    with patched(load_torch, "load_initial", load_initial):
+    with replacing(load_torch, "load_initial", load_initial):
         yield
 
 
@@ -277,5 +278,5 @@ def loaded_in_bfloat16() -> Iterator[None]:
     def load_initial(module: Any, params: Any) -> None:
         right(module, {name: value.astype(ml_dtypes.bfloat16).astype(value.dtype) for name, value in params.items()})
 
-    with patched(load_torch, "load_initial", load_initial):
+    with replacing(load_torch, "load_initial", load_initial):
         yield

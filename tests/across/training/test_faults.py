@@ -13,10 +13,11 @@ import pytest
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import TENSOR_USES
+from crossframe.replacing import replacing
 from crossframe.verdict import Divergence, PairVerdict, Verdict, compare
 from crossframe.verdict.result import Judged
 from experiments.faults.catalogue import FAMILIES, FAULTS, check_fault, fault_in_effect
-from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches, patched
+from experiments.faults.catalogue.fault import ALL_DTYPES, JAX, TORCH, Answer, other_batches
 from experiments.faults.clean import MODELS, SEEDS, kind_of, pairs_of, runs_of
 from experiments.faults.judging import Found, is_localised, loss_differs, parameters_close
 from experiments.faults.run import References, in_order, judge_fault, settings_of
@@ -90,7 +91,7 @@ def test_a_fault_is_put_in_and_taken_out_again(name, monkeypatch):
 
         return contextmanager(told)()
 
-    right = patched
+    right = replacing
     for family in (
         "core",
         "torch_engine",
@@ -104,22 +105,9 @@ def test_a_fault_is_put_in_and_taken_out_again(name, monkeypatch):
         "held_out_models",
         "fault",
     ):
-        monkeypatch.setattr(f"experiments.faults.catalogue.{family}.patched", watching)
+        monkeypatch.setattr(f"experiments.faults.catalogue.{family}.replacing", watching)
     with fault_in_effect(name):
         assert open_ones, "it changes nothing"
-
-
-def test_what_was_inherited_is_inherited_again():
-    class Base:
-        value = 1
-
-    class Derived(Base):
-        pass
-
-    with pytest.raises(KeyError), patched(Derived, "value", 2):
-        assert Derived.value == 2 and Base.value == 1
-        raise KeyError
-    assert Derived.value == 1 and "value" not in vars(Derived)
 
 
 def test_unknown_faults_and_those_of_the_other_framework_are_refused():
