@@ -111,7 +111,7 @@ def test_updates_show_clipping_without_moments(tmp_path, monkeypatch, gradients,
     for side, pair in enumerate((Pair(b, a), Pair(a, b))):
         found = clipped_on_one_side(pair, 0)
         assert (found is not None) == clipped, found
-        assert found is None or (found.side == side and found.factor == pytest.approx(0.5, rel=0.05))
+        assert found is None or (found.side == side and found.factor == pytest.approx(0.5, rel=1e-9))
 
 
 @pytest.mark.parametrize("measured", [0, 1], ids=["before", "after"])

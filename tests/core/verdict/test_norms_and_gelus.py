@@ -70,4 +70,4 @@ def test_a_gelu_is_recognised_on_both_sides(acts, tanh):
     ]
     assert recogniser.estimates([of_both[0]]).tanh is None
     found = recogniser.estimates([of_both[1]]).tanh
-    assert found == (None if tanh is None else pytest.approx(tanh, abs=1e-2))
+    assert found == (None if tanh is None else pytest.approx(tanh, abs=1e-9))
