@@ -1,13 +1,19 @@
 """Fixtures that several folders use."""
 
+import compileall
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,6 +68,39 @@ def pytest_configure(config: pytest.Config) -> None:
     # In several processes files go by their names. xdist would begin with those of many tests, and end with the few long ones,
     # one after the other in one process while the others have nothing to do.
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Write bytecode once: several processes that start at the same time would each compile and rewrite all modules."""
+    if getattr(session.config.option, "numprocesses", None) and not sys.dont_write_bytecode:
+        _compile_all(session.config)
+
+
+def _compile_all(config: pytest.Config) -> None:
+    folders = [
+        config.rootpath / name for name in ("crossframe", "torch_backend", "jax_backend", "experiments", "tests")
+    ]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    num = os.cpu_count() or 1
+    hook, context = config.pluginmanager.rewrite_hook, multiprocessing.get_context("fork")
+    processes = [context.Process(target=_compile, args=(files[i::num], hook), daemon=True) for i in range(num)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def _compile(files: Sequence[Path], hook: Any) -> None:
+    for path in files:
+        compileall.compile_file(path, quiet=2)
+        if path.name.startswith("test_") and not list(
+            (path.parent / "__pycache__").glob(f"{path.stem}.*-pytest-*.pyc")
+        ):
+            spec = hook.find_spec(path.stem, [str(path.parent)])
+            # Without builtins the module ends at its first import, after pytest has rewritten its assertions and kept it.
+            with suppress(ImportError):
+                hook.exec_module(SimpleNamespace(__name__=path.stem, __spec__=spec, __builtins__={}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
