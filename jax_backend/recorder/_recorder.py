@@ -220,6 +220,7 @@ class Recorder:
         self._reduced: list[tuple[LocalGrads, ShardedParams]] = []
         self._events: list[Event] = []
         self._num_microbatches = 0
+        self._calls: list[PyTree] = []
         self._turns: Mapping[str, int] = {}
         self._backwards: Sequence[tuple[int, Any]] = ()
         self._model_state: ByRank = {}
@@ -528,6 +529,7 @@ class Recorder:
                     "recorder.value_and_grad: expected arrays, got tracers; call its step outside jit and grad"
                 )
             kwargs |= seed
+            self._calls.append(args[1] if len(args) > 1 else kwargs.get("batch"))
             if self._trace is not None and self._trace.active:
                 inside = dense(*args, **kwargs)
                 self._trace.microbatch(inside.losses, inside.aux[1].activations.values)
@@ -574,13 +576,26 @@ class Recorder:
                     f"batch: expected one for each of {len(grid.here)} ranks of this process, got {len(batch)}"
                 )
             return dict(zip(grid.here, batch, strict=True))
-        return grid.batches([jax.tree.leaves(batch if self._samples is None else self._samples(batch))])
+        parts = self._calls if _are_parts(self._calls, batch) else [batch]
+        return grid.batches([jax.tree.leaves(each if self._samples is None else self._samples(each)) for each in parts])
 
     def _write_pending(self, most: int) -> None:
         """Write the oldest pending steps, until at most `most` are left."""
         assert self._writers is not None
         while len(self._pending) > most:
             self._writers.write(*self._pending.pop(0))
+
+
+def _are_parts(parts: Sequence[PyTree], whole: PyTree) -> bool:
+    """Whether several pytrees of arrays are the rows of one, in its order. Then a rank has its part of each of them: the first
+    rank has rows of every microbatch, not the first rows of the batch."""
+    leaves = jax.tree.leaves((whole, *parts))
+    if len(parts) < 2 or not all(np.ndim(leaf) and getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        return False
+    if any(jax.tree.structure(part) != jax.tree.structure(whole) for part in parts):
+        return False
+    rows = jax.tree.map(lambda *each: np.concatenate(each), *parts)
+    return all(map(np.array_equal, jax.tree.leaves(rows), jax.tree.leaves(whole)))
 
 
 def rates_in(opt_state: Any) -> tuple[Any, ...]:
