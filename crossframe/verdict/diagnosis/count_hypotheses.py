@@ -9,6 +9,7 @@ import numpy as np
 
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, OUTPUT, REDUCE
+from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.verdict.diagnosis.case import Case
 from crossframe.verdict.diagnosis.factor_fits import BY_CHANCE
 from crossframe.verdict.diagnosis.fit import TINY, Claim, Fit, accepted, factor_between, sum_roundoff
@@ -88,6 +89,56 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
     )
     size = norm(case.both.right)
     yield Fit("uneven_weights", text, apart * size, within * size)
+
+
+def uneven_ranks(case: Case) -> Iterator[Fit]:
+    """One side averages over all terms, the other one averages the means of its ranks, of which it has another number.
+
+    By the shares that ranks have of the terms, their gradients add up to those of the other side, and so do their losses, where
+    they are recorded by rank. The shares are those that fit the gradients of all parameters best.
+    """
+    world = case.wrong.manifest.world_size
+    if case.phase != FORWARD or world < 2 or world == case.right.manifest.world_size:
+        return
+    products, mixed = np.zeros((world, world)), np.zeros(world)
+    for name in case.right.manifest.params:
+        if (gradients := _terms_and_sum(case, name)) is None:
+            return
+        terms, found = gradients
+        products, mixed = products + terms @ terms.T, mixed + terms @ found
+    shares = np.linalg.lstsq(products, mixed, rcond=None)[0]
+    # Of the gradients: all, what the shares leave, what plain means leave.
+    sizes = np.zeros(3)
+    for name in case.right.manifest.params:
+        terms, found = _terms_and_sum(case, name)  # type: ignore[misc]  # as before
+        sizes += [norm(each) ** 2 for each in (found, found - shares @ terms, found - terms.mean(axis=0))]
+    whole, left, apart = np.sqrt(sizes)
+    size = norm(case.both.right)
+    within = case.limit / max(size, TINY) + 64 * case.compute_roundoff
+    if not accepted(left, apart, within * whole):
+        return
+    if shares.min() <= 0 or abs(shares.sum() - 1) > within:
+        return
+    residual = left / whole * size
+    if case.wrong.manifest.settings.get(LOSSES) != MEAN:
+        residual = abs(float(shares @ case.wrong.losses()[case.step]) - float(case.both.right.mean()))
+        if not accepted(residual, case.both.difference, case.limit):
+            return
+    text = (
+        f"the gradients of {case.names[0]} are those of the ranks of {case.names[1]} by shares of "
+        f"{', '.join(f'{share:.4g}' for share in shares)}: {case.names[0]} averages over all terms, {case.names[1]} averages the "
+        "means of ranks"
+    )
+    yield Fit("uneven_weights", text, residual, within * size)
+
+
+def _terms_and_sum(case: Case, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The gradients of a parameter on the ranks of the wrong side, of shape (ranks, numel), and the reduced one of the right
+    side; None if either is not recorded."""
+    own, reduced = case.local_grads(case.wrong, name), case.read(case.right, REDUCE, case.step, name)
+    if own is None or reduced is None or own[0].size != reduced.size:
+        return None
+    return np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own]), np.float64(reduced).reshape(-1)
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -273,6 +324,6 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
     yield Fit("padding_counted", text, 0.0, case.limit)
 
 
-ALL = (uneven_weights, uneven_counts, lost_microbatch, lost_by_span, padding_in_gradient_norm)
-OF_LOSS = (uneven_weights, uneven_counts)
+ALL = (uneven_weights, uneven_counts, uneven_ranks, lost_microbatch, lost_by_span, padding_in_gradient_norm)
+OF_LOSS = (uneven_weights, uneven_counts, uneven_ranks)
 """Hypotheses about a loss."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from crossframe.recording.event_format import FORWARD, REDUCE, UPDATE
+from crossframe.verdict import compare
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.layer_hypotheses import shifted_positions
 from crossframe.verdict.diagnosis.optimizer_hypotheses import change_of_update
@@ -79,3 +80,41 @@ def test_positions_are_found_in_activations_with_and_without_a_batch(made, batch
 def test_positions_need_two_dims(made):
     case = made(START[0], START[1], **INPUT_OF_BLOCK)
     assert not list(shifted_positions(case))
+
+
+@pytest.mark.parametrize(
+    ("shares", "noise", "mean_losses", "explained"),
+    [
+        pytest.param((0.4, 0.6), 0.0, False, True, id="shares"),
+        pytest.param((0.4, 0.6), 0.0, True, True, id="losses recorded as means"),
+        pytest.param((0.4, 0.7), 0.0, False, False, id="more than all"),
+        pytest.param((1.2, -0.2), 0.0, False, False, id="a negative share"),
+        pytest.param((0.4, 0.6), 0.1, False, False, id="other gradients"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["one rank first", "two ranks first"])
+def test_a_mean_over_all_terms_is_told_from_one_of_the_means_of_ranks(
+    tmp_path, shares, noise, mean_losses, explained, order
+):
+    settings = {"losses": "mean"} if mean_losses else {}
+    means = synthetic.record(tmp_path / "means", synthetic.manifest(2, settings=settings))
+    losses = means.losses()[0]
+
+    def over_all_terms(phase: str, step: int, rank: int, name: str, array: np.ndarray) -> np.ndarray:
+        if phase == "forward" and step == 0:
+            return np.array([np.dot(shares, losses)])
+        if phase in ("backward", "reduce") and step == 0:
+            grads = [
+                np.mean([synthetic.sample_grad(0, sample, name) for sample in (r, r + 2, r + 4)], 0) for r in (0, 1)
+            ]
+            return np.tensordot(shares, grads, 1) + noise * np.cos(np.arange(array.size)).reshape(array.shape)
+        return array
+
+    of_one = synthetic.record(tmp_path / "terms", synthetic.manifest(1, settings=settings), tamper=over_all_terms)
+    found = compare(*(of_one, means)[::order])
+    assert found.first_divergence is not None and found.first_divergence.event == "loss"
+    assert found.diagnosis is None or found.diagnosis.signature == "uneven_weights"
+    assert (found.diagnosis is not None) is explained, found.reason
+    if found.diagnosis is not None:
+        text = "by shares of 0.4, 0.6: terms averages over all terms, means averages the means of ranks"
+        assert text in found.diagnosis.evidence
