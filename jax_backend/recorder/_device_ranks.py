@@ -137,3 +137,16 @@ class Grid:
         if np.shape(value) == ():
             return dict.fromkeys(self.here, float(value))
         return {rank: float(self.rows(value, rank)[0]) for rank in self.here}
+
+
+def are_rows_of(parts: Sequence[Any], whole: Any) -> bool:
+    """Whether several pytrees of arrays are the rows of one, in its order. Then a rank has its part of each of them: the first
+    rank has rows of every microbatch, not the first rows of the batch."""
+    if len(parts) < 2 or any(jax.tree.structure(part) != jax.tree.structure(whole) for part in parts):
+        return False
+    for leaf, *rows in zip(*map(jax.tree.leaves, (whole, *parts)), strict=True):
+        if any(is_key(each) or not np.ndim(each) or not getattr(each, "is_fully_addressable", True) for each in rows):
+            return False
+        if not np.array_equal(np.concatenate(rows), leaf):
+            return False
+    return True

@@ -47,6 +47,17 @@ def state_by_rank(state: Any, grid: Grid, params: Iterable[str], *, by_rank: boo
     return found
 
 
+def statistics_of_ranks(state: Any) -> list[str]:
+    """The modules of flax that normalise over the samples of their own rank, by path: their statistics differ between ranks.
+
+    Args:
+        state: after a step, of which each leaf has a leading dim of ranks. All processes call it.
+    """
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    means = {path.removesuffix(".mean"): leaf for path, leaf in leaves.items() if path.endswith(".mean")}
+    return [path for path, mean in means.items() if f"{path}.var" in leaves and not bool((mean == mean[:1]).all())]
+
+
 def canonical_names(paths: Iterable[str], params: Sequence[str]) -> dict[str, str]:
     """The names of buffers by their paths (`canonical_name`). Paths that would share a name keep their own."""
     names = {path: canonical_name(path, params) for path in paths}

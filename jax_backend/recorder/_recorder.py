@@ -21,7 +21,7 @@ from crossframe.errors import RecordingError, UsageError
 from crossframe.operators import Request
 from crossframe.param_map import ParamMap
 from crossframe.recording import Batch, Manifest
-from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.recording.known_settings import LOSSES, MEAN, PER_RANK
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
 from jax_backend.activations import Activations, listening
@@ -31,9 +31,9 @@ from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank, first_floating, may_be_batch, mean_square
 from jax_backend.recorder._combined_grads import combined
-from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._device_ranks import Grid, are_rows_of
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of
-from jax_backend.recorder._model_state import ByRank, state_by_rank
+from jax_backend.recorder._model_state import ByRank, state_by_rank, statistics_of_ranks
 from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
 from jax_backend.recorder._observed_loss import Interior, programs_of
 from jax_backend.recorder._operator_trace import OperatorTrace
@@ -211,6 +211,7 @@ class Recorder:
             units = [unit for unit, _ in self._source.units]
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
         self._initial_state = self._state_by_rank(model_state)
+        self._statistics: list[str] = []
         self._step, self._closed = 0, False
         self._pending: list[tuple[int, StepData]] = []
         self._begin_step()
@@ -539,6 +540,8 @@ class Recorder:
             self._events += [replace(event, microbatch=self._num_microbatches) for event in events]
             self._num_microbatches += 1
             result = program(*args, **kwargs)
+            if self._writers is None:
+                self._statistics = statistics_of_ranks(result.state)
             if self.is_dense():
                 inside = result if one_program else dense(*args, **kwargs)
                 self._interiors.append(inside.aux[1])
@@ -561,6 +564,8 @@ class Recorder:
         manifest = self._manifest
         if manifest is None:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
+            if self._statistics:
+                says[PER_RANK] = self._statistics
             manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says))
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._writers.state_environment(self.modules)
@@ -576,7 +581,7 @@ class Recorder:
                     f"batch: expected one for each of {len(grid.here)} ranks of this process, got {len(batch)}"
                 )
             return dict(zip(grid.here, batch, strict=True))
-        parts = self._calls if _are_parts(self._calls, batch) else [batch]
+        parts = self._calls if are_rows_of(self._calls, batch) else [batch]
         return grid.batches([jax.tree.leaves(each if self._samples is None else self._samples(each)) for each in parts])
 
     def _write_pending(self, most: int) -> None:
@@ -584,18 +589,6 @@ class Recorder:
         assert self._writers is not None
         while len(self._pending) > most:
             self._writers.write(*self._pending.pop(0))
-
-
-def _are_parts(parts: Sequence[PyTree], whole: PyTree) -> bool:
-    """Whether several pytrees of arrays are the rows of one, in its order. Then a rank has its part of each of them: the first
-    rank has rows of every microbatch, not the first rows of the batch."""
-    leaves = jax.tree.leaves((whole, *parts))
-    if len(parts) < 2 or not all(np.ndim(leaf) and getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        return False
-    if any(jax.tree.structure(part) != jax.tree.structure(whole) for part in parts):
-        return False
-    rows = jax.tree.map(lambda *each: np.concatenate(each), *parts)
-    return all(map(np.array_equal, jax.tree.leaves(rows), jax.tree.leaves(whole)))
 
 
 def rates_in(opt_state: Any) -> tuple[Any, ...]:

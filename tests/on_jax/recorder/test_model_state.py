@@ -4,12 +4,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from crossframe.errors import RecordingError, UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from jax_backend import LossOutput, Recorder, make_mesh, per_rank, shard, value_and_grad
+from jax_backend.nnx import split, state_of, with_params
 from jax_backend.recorder._model_state import canonical_name, canonical_names, carried
 
 NET = """
@@ -194,6 +196,28 @@ def test_sharded_params_have_the_state_of_each_rank(tmp_path):
     assert [recording.buffer(0, rank, "mean").tolist() for rank in range(2)] == [[0.5, 1.0], [2.5, 3.0]]
     with pytest.raises(UsageError, match=r"model_state: mean: expected a leading dim of 2 ranks.*got shape \(3,\)"):
         Recorder(tmp_path / "other", sharded, model_state={"mean": np.zeros(3)})
+
+
+def test_batch_norm_over_the_samples_of_a_rank_makes_another_number_of_ranks_incomparable(tmp_path):
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    graphdef, params, state = split(model)
+
+    def loss_fn(params, batch, state):
+        model = with_params(graphdef, params, state)
+        return LossOutput((model(batch) ** 3).mean(), state=state_of(model))
+
+    found, batch = [], np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
+    for ranks in (1, 2):
+        mesh = make_mesh(MeshSpec(ranks), jax.devices()[:ranks])
+        sharded = shard(params, mesh)
+        with Recorder(tmp_path / str(ranks), sharded, every=1, dense=1) as recorder:
+            result = recorder.value_and_grad(loss_fn)(sharded, batch, per_rank(state, mesh))
+            recorder.step(loss=result.loss, params=sharded, grads=result.grads, batch=batch)
+        found.append(Recording.open(tmp_path / str(ranks)))
+    assert "per_rank_statistics" not in found[0].manifest.settings
+    verdict = compare(*found)
+    assert verdict.verdict is Verdict.INCOMPARABLE
+    assert "in 2 ['layers.1'] normalises over the samples of its own rank" in verdict.reason
 
 
 def test_names_are_those_of_the_modules_of_parameters():
