@@ -137,8 +137,9 @@ def _parts(tensor: DTensor) -> dict[str, Any]:
 
 
 @functools.cache  # DeviceMesh.mesh computes its ranks at each access, which takes a millisecond
-def _mesh_parts(mesh: DeviceMesh) -> list[Any]:
-    return [mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()]
+def _mesh_parts(mesh: DeviceMesh) -> str:
+    """As one text, which is compared at once: a script returns hundreds of DTensors of few meshes."""
+    return f"{mesh.device_type} {mesh.mesh_dim_names} {mesh.mesh.tolist()}"
 
 
 def outcomes(scenario: Callable[[Any], Any], sides: Iterable[Side]) -> list[Any]:
