@@ -128,12 +128,10 @@ class RankIndex:
     changed: dict[str, int] = field(default_factory=dict)
     disagreements: list[UnequalRanks] = field(default_factory=list)
 
-    def count(self, step: int, name: str) -> float | None:
-        """The optimizer's count of its steps for a parameter; None if it has none."""
-        count, place = self.counts.get(step), self.lines[step].counted.get(name)
-        if count is None or place is None:
-            return None
-        return count[place] if isinstance(count, tuple) else count
+    def count(self, step: int, name: str) -> float:
+        """The optimizer's count of its steps for a parameter that is counted."""
+        count = self.counts[step]
+        return count[self.lines[step].counted[name]] if isinstance(count, tuple) else count
 
 
 class IndexReader:

@@ -135,6 +135,12 @@ def test_a_rank_that_is_missing(directory):
         ('"num_bytes": ', '"num_bytes": -', r"line \d+: expected bytes and ranks as ints of at least 0, got \{'kind'"),
         ('"group": [0, ', '"group": [0, -', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
         ('"group": [0, ', '"group": [0.0, ', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
+        (
+            '"microbatch": 0, "bucket"',
+            '"microbatch": -1, "bucket"',
+            r"expected bytes and ranks as ints of at least 0, got \{'kind'",
+        ),
+        ('"bucket": 0', '"bucket": -1', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
         ('{"event": "step", "step": 0,', '{"event": "step", "step": 1,', r"expected step 0 of 3, got 1"),
         ('{"event": "end", "steps": 3,', '{"event": "end", "steps": 4,', r"expected the end after 3 whole steps"),
         ('"manifest": "', '"manifest": "0', r"written by another manifest"),
