@@ -193,7 +193,7 @@ def _rates(a: Recording, b: Recording) -> list[Setting] | None:
             peaks[group] = max(peaks.get(group, 0.0), abs(rate))
     for step in steps:
         x, y = a.learning_rates(step), b.learning_rates(step)
-        num = min(len(x), len(y)) if len(x) == len(y) else 1  # with different groups, only the first one is compared
+        num = len(x) if len(x) == len(y) else 1  # with different groups, only the first one is compared
         pairs = enumerate(zip(x[:num], y[:num], strict=True))
         apart = [(p, q) for group, (p, q) in pairs if not _is_near(p, q, "float32", peaks[group])]
         if apart:

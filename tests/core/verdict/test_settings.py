@@ -221,6 +221,7 @@ RATES = {"learning_rate": 0.5}, {"learning_rate": 0.25}
         ([[0.1]], [[0.1]], ({"learning_rate": 0.5}, {}), None),
         ([[0.1, 0.2]], [[0.1, 0.3]], ({}, {}), Setting("learning_rate", 0.2, 0.3, UPDATE, scheduled=True)),
         ([[0.1, 0.2]], [[0.1]], ({}, {}), None),
+        ([[0.1]], [[0.1, 0.2]], ({}, {}), None),
         pytest.param([[0.1], [0.2]], [[0.1]], ({}, {}), None, id="of one step alone"),
         pytest.param([[0.1]], [[0.1], [0.2]], ({}, {}), None, id="of one step alone, in the other order"),
         pytest.param([[0.1]], [], ({}, {}), None, id="of one side alone"),
@@ -292,4 +293,4 @@ def test_samples_of_another_step_are_no_rounding(tmp_path, by, verdict):
         return [each + by for each in ids] if step == 2 else ids
 
     a, b = faulty.record(tmp_path / "a"), faulty.record(tmp_path / "b", faulty.Faults(sample_ids=moved), noise=1)
-    assert compare(a, b).verdict is verdict
+    assert compare(a, b).verdict is verdict and compare(b, a).verdict is verdict
