@@ -132,6 +132,38 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
     yield Fit("uneven_weights", text, residual, within * size)
 
 
+def uneven_microbatches(case: Case) -> Iterator[Fit]:
+    """One side averages over all terms, the other one averages the means of its microbatches, of which it has another number.
+
+    An embedding shows this: in rows that one microbatch alone looked up, the gradients of the sides are multiples, by the share
+    that this microbatch has of the terms times the number of microbatches.
+    """
+    num = case.microbatches_of(case.wrong)
+    if case.phase not in (FORWARD, BACKWARD, REDUCE) or num < 2 or num == case.microbatches_of(case.right):
+        return
+    size = norm(case.both.right)
+    within = case.limit / max(size, TINY) + 64 * case.compute_roundoff
+    for name, spec in case.right.manifest.params.items():
+        looked_up = _looked_up(case, case.wrong, name, num) if len(spec.shape) == 2 else None
+        if looked_up is None or (sides := _gradients(case, name)) is None:
+            continue
+        alone = looked_up & (looked_up.sum(axis=0) == 1)
+        pairs = [tuple(side[rows] for side in sides) for rows in alone]
+        if not all(norm(wrong) for _, wrong in pairs):
+            continue
+        times = np.array([factor_between(wrong, right) for right, wrong in pairs])
+        fits = [distance(y, f * x) <= within * norm(y) for (y, x), f in zip(pairs, times, strict=True)]
+        apart = abs(times.mean() - 1)
+        if all(fits) and times.min() > 0 and apart <= within and np.ptp(times) * BY_CHANCE >= num * within:
+            text = (
+                f"the gradients of the rows of {name!r} that one microbatch alone looks up are multiples, which add up to the "
+                f"number of microbatches: {case.names[0]} averages over all terms, {case.names[1]} averages the means of "
+                f"microbatches, which have shares of {', '.join(f'{each / num:.4g}' for each in times)} of them"
+            )
+            yield Fit("uneven_weights", text, apart * size, within * size)
+            return
+
+
 def _terms_and_sum(case: Case, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     """The gradients of a parameter on the ranks of the wrong side, of shape (ranks, numel), and the reduced one of the right
     side; None if either is not recorded."""
@@ -166,7 +198,7 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
     for name, spec in case.right.manifest.params.items():
         if len(spec.shape) != 2:
             continue
-        looked_up, sides = _looked_up(case, name, num), _gradients(case, name)
+        looked_up, sides = _looked_up(case, case.right, name, num), _gradients(case, name)
         if looked_up is None or sides is None:
             continue
         right, wrong = sides
@@ -268,10 +300,10 @@ def _outside(gradient: np.ndarray, rows: np.ndarray) -> float:
     return distance(gradient, gradient @ basis.T @ basis)
 
 
-def _looked_up(case: Case, name: str, num: int) -> np.ndarray | None:
+def _looked_up(case: Case, recording: Recording, name: str, num: int) -> np.ndarray | None:
     """Mask of shape (microbatches, rows) of the rows of an embedding that each microbatch looked up; None for other
     parameters."""
-    module, recording = name.rpartition(".")[0], case.right
+    module = name.rpartition(".")[0]
     found = np.zeros((num, recording.manifest.params[name].shape[0]), bool)
     for microbatch in range(num):
         at = (microbatch, module, OUTPUT)
@@ -324,6 +356,6 @@ def padding_in_gradient_norm(case: Case) -> Iterator[Fit]:
     yield Fit("padding_counted", text, 0.0, case.limit)
 
 
-ALL = (uneven_weights, uneven_counts, uneven_ranks, lost_microbatch, lost_by_span, padding_in_gradient_norm)
-OF_LOSS = (uneven_weights, uneven_counts, uneven_ranks)
+ALL = (uneven_weights, uneven_counts, uneven_microbatches, lost_microbatch, lost_by_span, padding_in_gradient_norm)
+OF_LOSS = (uneven_weights, uneven_counts, uneven_ranks, uneven_microbatches)
 """Hypotheses about a loss."""

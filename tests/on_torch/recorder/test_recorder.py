@@ -302,8 +302,12 @@ def test_convolutions_with_channels_last_are_stated(tmp_path):
     assert Recording.open(tmp_path).manifest.settings[PROGRAM]["channels_last"] is True
 
 
-def _in_microbatches(directory, microbatches, *, use_labels=False):
-    """Record two steps of a net whose forward is called with some rows at a time."""
+def _in_microbatches(directory, microbatches, *, use_labels=False, ignored=0):
+    """Record two steps of a net whose forward is called with some rows at a time.
+
+    Args:
+        ignored: so many targets of the first row do not count. If there are any, the loss is the mean of microbatches' means.
+    """
 
     class Labelled(nn.Module):
         def __init__(self):
@@ -315,6 +319,8 @@ def _in_microbatches(directory, microbatches, *, use_labels=False):
 
     torch.manual_seed(0)
     model = Labelled().double()
+    if ignored:  # a head of its own: in a tied weight every row has a gradient
+        model.net.head.weight = nn.Parameter(model.net.head.weight.detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Recorder(directory, model=model, optimizer=optimizer, dense=2) as recorder:
         for step in range(2):
@@ -322,12 +328,24 @@ def _in_microbatches(directory, microbatches, *, use_labels=False):
             for rows in microbatches:
                 some = tokens[rows]
                 out = model(some[:, :-1], **({"labels": some[:, 1:]} if use_labels else {}))
-                loss = nn.functional.cross_entropy(out.flatten(0, 1), some[:, 1:].flatten())
-                (loss * len(some) / len(tokens)).backward()
+                targets = some[:, 1:].clone()
+                targets[torch.tensor(rows) == 0, :ignored] = -100
+                loss = nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
+                (loss / len(microbatches) if ignored else loss * len(some) / len(tokens)).backward()
             optimizer.step()
             optimizer.zero_grad()
             recorder.step()
     return Recording.open(directory)
+
+
+def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_path):
+    whole = _in_microbatches(tmp_path / "whole", [[0, 1, 2, 3]], ignored=2)
+    found = compare(whole, _in_microbatches(tmp_path / "halves", [[0, 1], [2, 3]], ignored=2))
+    assert found.verdict is Verdict.BUG and found.diagnosis is not None, found.reason
+    targets = batches(0, 0, 1)[0][:, 1:]
+    shares = [(targets[:2].numel() - 2) / (targets.numel() - 2), targets[2:].numel() / (targets.numel() - 2)]
+    text = f"halves averages the means of microbatches, which have shares of {shares[0]:.4g}, {shares[1]:.4g} of them"
+    assert f"whole averages over all terms, {text}" in found.diagnosis.evidence
 
 
 def test_other_microbatches_and_further_inputs_are_comparable(tmp_path):
