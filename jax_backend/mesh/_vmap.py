@@ -4,17 +4,30 @@
 ranks, and batch norm another function. So each mesh axis becomes a mapped axis of the same name, sharded over the mesh: the
 function sees one rank's values and calls collectives by the names of axes, as under shard_map, and XLA places the communication.
 Model axes are not mapped: over them nothing is constrained here.
+
+[Note: convolutions of a rank] vmap makes one convolution of those of all ranks, with a group of features for each. XLA does not
+divide it over the devices as it should: up to JAX 0.10.2 at least, the gradient of a kernel of 1 x 1 is wrong. So each rank's
+convolution is under shard_map.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from crossframe.replacing import setting
 from jax_backend.mesh._device_mesh import axes_of, data_axes, model_axes
+
+_axes_of_ranks = ContextVar[tuple[str, ...]]("_axes_of_ranks", default=())
+"""The axes that are mapped; none outside of `vmap_over_mesh`."""
 
 
 def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
@@ -22,9 +35,10 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
 
     def run(*args: Any) -> Any:
         # As shard_map does: PartitionSpecs in `fn` refer to this mesh.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), setting(_axes_of_ranks, data_axes(mesh)):
             return fn(*args)
 
+    _map_convolutions_by_rank()
     for axis in reversed(data_axes(mesh)):
         run = jax.vmap(
             run,
@@ -40,6 +54,52 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
         return _on_leaves(lambda spec, leaf: _joined(leaf, spec, mesh), out_specs, found)
 
     return call
+
+
+@functools.cache
+def _map_convolutions_by_rank() -> None:
+    """Replace the rule by which vmap maps a convolution: over ranks it is under shard_map, see [Note: convolutions of a rank]."""
+    primitive = jax.lax.conv_general_dilated_p
+    own = batching.fancy_primitive_batchers[primitive]
+
+    def rule(axis: Any, args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int | None]:
+        if axis.name not in _axes_of_ranks.get() or all(dim is None for dim in dims):
+            return own(axis, args, dims, **params)
+        by_rank = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True)]
+        axes = [() if dim is None else (axis.name,) for dim in dims]
+        convolve = functools.partial(primitive.bind, **params)
+        mapped = custom_vmap(lambda *arrays: _on_ranks(convolve, arrays, axes))
+
+        @mapped.def_vmap
+        def over_replicas(_: int, has_replicas: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+            (outer,) = set(_axes_of_ranks.get()) - {axis.name}
+            both = [(*(outer,) * has, *inner) for has, inner in zip(has_replicas, axes, strict=True)]
+            return _on_ranks(convolve, arrays, both), True
+
+        return mapped(*by_rank), 0
+
+    batching.fancy_primitive_batchers[primitive] = rule
+
+
+def _on_ranks(fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> jax.Array:
+    """`fn` of each rank's part of arrays.
+
+    Args:
+        axes: for each array, the axes of its leading dims.
+
+    Returns:
+        The results, with a leading dim for each axis of any array, in the order of the mesh.
+    """
+    of_result = tuple(name for name in _axes_of_ranks.get() if any(name in each for each in axes))
+
+    def on_rank(*parts: jax.Array) -> jax.Array:
+        result = fn(*(part.reshape(part.shape[len(each) :]) for part, each in zip(parts, axes, strict=True)))
+        return result.reshape((1,) * len(of_result) + result.shape)
+
+    specs = tuple(P(*each) for each in axes)
+    return jax.shard_map(on_rank, in_specs=specs, out_specs=P(*of_result), axis_names=set(of_result), check_vma=False)(
+        *arrays
+    )
 
 
 def _is_spec(node: Any) -> bool:
