@@ -5,9 +5,9 @@ ranks, and batch norm another function. So each mesh axis becomes a mapped axis 
 function sees one rank's values and calls collectives by the names of axes, as under shard_map, and XLA places the communication.
 Model axes are not mapped: over them nothing is constrained here.
 
-[Note: convolutions of a rank] vmap makes one convolution of those of all ranks, with a group of features for each. XLA does not
-divide it over the devices as it should: up to JAX 0.10.2 at least, the gradient of a kernel of 1 x 1 is wrong. So each rank's
-convolution is under shard_map.
+[Note: operations of one rank] vmap makes one convolution of those of all ranks, with a group of features for each. XLA does not
+divide it over the devices as it should: up to JAX 0.10.2 at least, the gradient of a kernel of 1 x 1 is wrong. On a mesh with
+replicas its CPU compiler fails at Fourier transforms. So each rank's convolutions and transforms are under shard_map.
 """
 
 import functools
@@ -38,7 +38,7 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), setting(_axes_of_ranks, data_axes(mesh)):
             return fn(*args)
 
-    _map_convolutions_by_rank()
+    _map_by_rank()
     for axis in reversed(data_axes(mesh)):
         run = jax.vmap(
             run,
@@ -57,40 +57,57 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
 
 
 @functools.cache
-def _map_convolutions_by_rank() -> None:
-    """Replace the rule by which vmap maps a convolution: over ranks it is under shard_map, see [Note: convolutions of a rank]."""
-    primitive = jax.lax.conv_general_dilated_p
-    own = batching.fancy_primitive_batchers[primitive]
+def _map_by_rank() -> None:
+    """Replace the rules by which vmap maps these primitives: over ranks they are under shard_map, see [Note: operations of one
+    rank]."""
+    for primitive in (jax.lax.conv_general_dilated_p, jax.lax.fft_p):
+        batching.fancy_primitive_batchers[primitive] = _rule_by_rank(primitive)
+
+
+def _rule_by_rank(primitive: Any) -> Callable[..., Any]:
+    own = batching.fancy_primitive_batchers.get(primitive)
+    if own is None:
+        plain = batching.primitive_batchers[primitive]  # type: ignore[index]  # a view of two tables
+        own = lambda axis, args, dims, **params: plain(args, dims, **params)  # noqa: E731
 
     def rule(axis: Any, args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int | None]:
-        if axis.name not in _axes_of_ranks.get() or all(dim is None for dim in dims):
+        ranks = _axes_of_ranks.get()
+        if axis.name not in ranks or all(dim is None for dim in dims):
             return own(axis, args, dims, **params)
         by_rank = [arg if dim is None else jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True)]
         axes = [() if dim is None else (axis.name,) for dim in dims]
-        convolve = functools.partial(primitive.bind, **params)
-        mapped = custom_vmap(lambda *arrays: _on_ranks(convolve, arrays, axes))
+        operate = functools.partial(primitive.bind, **params)
+
+        def on_ranks(*arrays: jax.Array) -> jax.Array:
+            return _on_ranks(operate, arrays, axes, ranks)
+
+        if axis.name == ranks[0]:  # the outermost
+            return on_ranks(*by_rank), 0
+        mapped = custom_vmap(on_ranks)
 
         @mapped.def_vmap
         def over_replicas(_: int, has_replicas: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-            (outer,) = set(_axes_of_ranks.get()) - {axis.name}
-            both = [(*(outer,) * has, *inner) for has, inner in zip(has_replicas, axes, strict=True)]
-            return _on_ranks(convolve, arrays, both), True
+            both = [(*ranks[:1] * has, *inner) for has, inner in zip(has_replicas, axes, strict=True)]
+            return _on_ranks(operate, arrays, both, ranks), True
 
         return mapped(*by_rank), 0
 
-    batching.fancy_primitive_batchers[primitive] = rule
+    return rule
 
 
-def _on_ranks(fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> jax.Array:
+def _on_ranks(
+    fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], ranks: tuple[str, ...]
+) -> jax.Array:
     """`fn` of each rank's part of arrays.
 
     Args:
         axes: for each array, the axes of its leading dims.
+        ranks: all axes of ranks.
 
     Returns:
         The results, with a leading dim for each axis of any array, in the order of the mesh.
     """
-    of_result = tuple(name for name in _axes_of_ranks.get() if any(name in each for each in axes))
+    of_result = tuple(name for name in ranks if any(name in each for each in axes))
 
     def on_rank(*parts: jax.Array) -> jax.Array:
         result = fn(*(part.reshape(part.shape[len(each) :]) for part, each in zip(parts, axes, strict=True)))

@@ -1,4 +1,4 @@
-"""Convolutions of ranks under jit, where vmap would make one grouped convolution of them."""
+"""Operations of one rank under jit: convolutions, of which vmap would make one grouped convolution, and Fourier transforms."""
 
 from functools import partial
 from typing import Any
@@ -90,6 +90,14 @@ def test_convolutions_inside_of_other_functions_are_those_of_one_device(spec, ax
         options["model_partition"] = lambda spec: P(None, None, None, "tp") if spec.name == "first" else None
     plain = partial(loss_of, plain=True)
     assert_same_on_ranks(loss_of, plain, PARAMS, drawn(8, 5, 5, 2), spec, stacked=["blocks"], **options)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_fourier_transforms_under_jit_are_those_of_one_device(replicate):
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(jnp.fft.irfft(jnp.fft.rfft(batch @ params["w"]) * jnp.arange(4)) ** 2)
+
+    assert_same_on_ranks(loss, loss, {"w": drawn(5, 6)}, drawn(8, 5), MeshSpec(shard=2, replicate=replicate))
 
 
 def test_no_activation_is_gathered_for_a_convolution():
