@@ -100,8 +100,9 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
     world = case.wrong.manifest.world_size
     if case.phase != FORWARD or world < 2 or world == case.right.manifest.world_size:
         return
+    trained = [name for name, spec in case.right.manifest.params.items() if spec.requires_grad]
     products, mixed = np.zeros((world, world)), np.zeros(world)
-    for name in case.right.manifest.params:
+    for name in trained:
         if (gradients := _terms_and_sum(case, name)) is None:
             return
         terms, found = gradients
@@ -109,7 +110,7 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
     shares = np.linalg.lstsq(products, mixed, rcond=None)[0]
     # Of the gradients: all, what the shares leave, what plain means leave.
     sizes = np.zeros(3)
-    for name in case.right.manifest.params:
+    for name in trained:
         terms, found = _terms_and_sum(case, name)  # type: ignore[misc]  # as before
         sizes += [norm(each) ** 2 for each in (found, found - shares @ terms, found - terms.mean(axis=0))]
     whole, left, apart = np.sqrt(sizes)

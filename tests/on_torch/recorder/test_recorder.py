@@ -338,6 +338,27 @@ def _in_microbatches(directory, microbatches, *, use_labels=False, ignored=0):
     return Recording.open(directory)
 
 
+def _with_masked_targets(rank, world_size, directory):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 9)).double()
+    model[1].requires_grad_(False)
+    wrapped = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    tokens = torch.arange(24).reshape(4, 6) % 9
+    targets = torch.where(torch.arange(4)[:, None] * 2 > torch.arange(6), -100, tokens.flip(1))  # of 24, 12 count
+    with Recorder(directory, model=wrapped, dense=1) as recorder:
+        own = [each.chunk(world_size)[rank] for each in (tokens, targets)]
+        nn.functional.cross_entropy(wrapped(own[0]).flatten(0, 1), own[1].flatten()).backward()
+        recorder.step()
+
+
+def test_a_mean_over_targets_is_told_from_one_of_the_means_of_ranks(ranks, tmp_path):
+    for world_size in (1, 2):
+        ranks.run(world_size, _with_masked_targets, str(tmp_path / str(world_size)))
+    found = compare(*(Recording.open(tmp_path / name) for name in ("1", "2")))
+    assert found.verdict is Verdict.BUG and found.diagnosis is not None, found.reason
+    assert "by shares of 0.8333, 0.1667: 1 averages over all terms" in found.diagnosis.evidence
+
+
 def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_path):
     whole = _in_microbatches(tmp_path / "whole", [[0, 1, 2, 3]], ignored=2)
     found = compare(whole, _in_microbatches(tmp_path / "halves", [[0, 1], [2, 3]], ignored=2))
