@@ -116,7 +116,8 @@ def show_layout(
         CrossframeError: a model, an option or an element that does not exist.
         OSError: a drawing that cannot be written.
     """
-    sharding = options.sharding(model_shapes(model, dtype))
+    shapes = model_shapes(model, dtype)
+    sharding = options.sharding(shapes)
     if rank is not None:
         check_rank(rank, options.world_size)
     unit = "" if unit == ROOT else unit
@@ -137,6 +138,8 @@ def show_layout(
         print(json.dumps(elements or found(sharding, unit=unit, rank=rank), indent=1))
         return
     put(console, output)
+    if not where and (scalars := [param.name for param in shapes.params if not param.shape]):
+        put(console, f"\ntorch refuses parameters without dims, and only jax_backend shards them: {', '.join(scalars)}")
     if svg is not None:
         put(console, f"\ndrawing: {svg}")
 

@@ -89,13 +89,15 @@ class RunOptions:
 
         Args:
             packages: those whose versions are stated if they are imported.
-            program: what the bits of the run depend on (`crossframe.recording.program`).
-            stated: settings that the backend knows. Those of the user replace them.
+            program: what the bits of the run depend on (`crossframe.recording.program`), to which digests are added.
+            stated: settings that the backend knows. Those of the user replace them, `program` too.
             fields: the other fields of the manifest.
         """
-        found = dict(stated) | {COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: with_digests(program)}
+        found = {**stated, COMMAND: shlex.join(["python", *sys.argv]), PROGRAM: program, **self._settings}
+        if isinstance(found[PROGRAM], Mapping):
+            found[PROGRAM] = with_digests(found[PROGRAM])
         if self.perturbed_run:
-            found["perturbed_run"] = self.perturbed_run
+            found.setdefault("perturbed_run", self.perturbed_run)
         return Manifest(
             units=units,
             schedule=self.schedule,
@@ -103,6 +105,6 @@ class RunOptions:
             seed=self._seed,
             detail=SKETCH if self.sketches(units) else FULL,
             versions={name: importlib.metadata.version(name) for name in packages if name in sys.modules},
-            settings=found | self._settings,
+            settings=found,
             **fields,
         )

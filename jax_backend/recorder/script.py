@@ -32,7 +32,7 @@ from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
-from crossframe.recording.program import GRADIENTS, PROGRAM, with_digests
+from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
 from jax_backend.recorder._array_interior import may_be_batch
 from jax_backend.recorder._forward_steps import USE_FORWARD, ForwardSteps
@@ -462,7 +462,7 @@ class ScriptRecorder:
     ) -> Recorder:
         stated: dict[str, Any] = {} if self.forward_only else noted.settings(params)
         options: dict[str, Any] = {"dtype": dtype, **self._options}
-        stated[PROGRAM] = with_digests(program(compiled=self._is_compiled))
+        stated[PROGRAM] = program(compiled=self._is_compiled)
         if num_gradients is not None:  # not of forward alone
             stated[PROGRAM][GRADIENTS] = num_gradients
         settings = stated | dict(options.pop("settings", None) or {})

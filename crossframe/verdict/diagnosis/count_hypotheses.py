@@ -81,11 +81,9 @@ def uneven_counts(case: Case) -> Iterator[Fit]:
     apart = abs((1 / agreed).sum() / world - 1)
     if apart > within:
         return
-    shares = ", ".join(f"{1 / (factor * world):.4g}" for factor in agreed)
     text = (
         f"the gradients of {names[0]!r}{f' and {len(names) - 1} others' if names[1:] else ''} on each rank are multiples whose "
-        f"inverses add up to the number of ranks: {case.names[0]} averages over all terms, {case.names[1]} averages the means of "
-        f"ranks, which have shares of {shares} of them"
+        f"inverses add up to the number of ranks: {_means(case, 'ranks', 1 / (agreed * world))}"
     )
     size = norm(case.both.right)
     yield Fit("uneven_weights", text, apart * size, within * size)
@@ -100,20 +98,18 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
     world = case.wrong.manifest.world_size
     if case.phase != FORWARD or world < 2 or world == case.right.manifest.world_size:
         return
-    trained = [name for name, spec in case.right.manifest.params.items() if spec.requires_grad]
-    products, mixed = np.zeros((world, world)), np.zeros(world)
-    for name in trained:
-        if (gradients := _terms_and_sum(case, name)) is None:
-            return
-        terms, found = gradients
-        products, mixed = products + terms @ terms.T, mixed + terms @ found
-    shares = np.linalg.lstsq(products, mixed, rcond=None)[0]
-    # Of the gradients: all, what the shares leave, what plain means leave.
-    sizes = np.zeros(3)
-    for name in trained:
-        terms, found = _terms_and_sum(case, name)  # type: ignore[misc]  # as before
-        sizes += [norm(each) ** 2 for each in (found, found - shares @ terms, found - terms.mean(axis=0))]
-    whole, left, apart = np.sqrt(sizes)
+    # The columns of R, of those gradients as columns [ranks of the wrong side, right side], have their products and norms.
+    columns = np.zeros((0, world + 1))
+    for name, spec in case.right.manifest.params.items():
+        if spec.requires_grad:
+            own, reduced = case.local_grads(case.wrong, name), case.read(case.right, REDUCE, case.step, name)
+            if own is None or reduced is None or own[0].size != reduced.size:
+                return
+            found = np.stack([np.asarray(grad, np.float64).reshape(-1) for grad in (*own, reduced)], axis=1)
+            columns = np.linalg.qr(np.concatenate([columns, found]), mode="r")
+    terms, mixed = columns[:, :world], columns[:, world]
+    shares = np.linalg.lstsq(terms, mixed, rcond=None)[0]
+    whole, left, apart = (norm(each) for each in (mixed, mixed - terms @ shares, mixed - terms.mean(axis=1)))
     size = norm(case.both.right)
     within = case.limit / max(size, TINY) + 64 * case.compute_roundoff
     if not accepted(left, apart, within * whole):
@@ -125,11 +121,7 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
         residual = abs(float(shares @ case.wrong.losses()[case.step]) - float(case.both.right.mean()))
         if not accepted(residual, case.both.difference, case.limit):
             return
-    text = (
-        f"the gradients of {case.names[0]} are those of the ranks of {case.names[1]} by shares of "
-        f"{', '.join(f'{share:.4g}' for share in shares)}: {case.names[0]} averages over all terms, {case.names[1]} averages the "
-        "means of ranks"
-    )
+    text = f"the gradients of {case.names[0]} are sums of those of the ranks of {case.names[1]}: {_means(case, 'ranks', shares)}"
     yield Fit("uneven_weights", text, residual, within * size)
 
 
@@ -158,20 +150,18 @@ def uneven_microbatches(case: Case) -> Iterator[Fit]:
         if all(fits) and times.min() > 0 and apart <= within and np.ptp(times) * BY_CHANCE >= num * within:
             text = (
                 f"the gradients of the rows of {name!r} that one microbatch alone looks up are multiples, which add up to the "
-                f"number of microbatches: {case.names[0]} averages over all terms, {case.names[1]} averages the means of "
-                f"microbatches, which have shares of {', '.join(f'{each / num:.4g}' for each in times)} of them"
+                f"number of microbatches: {_means(case, 'microbatches', times / num)}"
             )
             yield Fit("uneven_weights", text, apart * size, within * size)
             return
 
 
-def _terms_and_sum(case: Case, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """The gradients of a parameter on the ranks of the wrong side, of shape (ranks, numel), and the reduced one of the right
-    side; None if either is not recorded."""
-    own, reduced = case.local_grads(case.wrong, name), case.read(case.right, REDUCE, case.step, name)
-    if own is None or reduced is None or own[0].size != reduced.size:
-        return None
-    return np.array([np.asarray(grad, np.float64).reshape(-1) for grad in own]), np.float64(reduced).reshape(-1)
+def _means(case: Case, parts: str, shares: np.ndarray) -> str:
+    """What both sides average."""
+    return (
+        f"{case.names[0]} averages over all terms, {case.names[1]} averages the means of {parts}, which have shares of "
+        f"{', '.join(f'{share:.4g}' for share in shares)} of them"
+    )
 
 
 def _of_all_ranks(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:

@@ -120,6 +120,14 @@ def test_where_of_a_single_element():
     assert where_text(sharding, "s[]").endswith("on rank 0 at offset 0 of its shard")
 
 
+@pytest.mark.parametrize("kind", ["flat", "per_param", "ragged"])
+def test_layout_says_what_torch_refuses(tmp_path, kind):
+    path = in_file(tmp_path, {"scale": [], "w": [5, 3]})
+    status, said = run("layout", path, "--world-size", 2, "--layout", kind)
+    assert status == 0
+    assert said.endswith("\ntorch refuses parameters without dims, and only jax_backend shards them: scale\n")
+
+
 def model_of_scalar():
     from crossframe.layout import FlatLayout
     from crossframe.params import ParamSpec

@@ -116,5 +116,5 @@ def test_a_mean_over_all_terms_is_told_from_one_of_the_means_of_ranks(
     assert found.diagnosis is None or found.diagnosis.signature == "uneven_weights"
     assert (found.diagnosis is not None) is explained, found.reason
     if found.diagnosis is not None:
-        text = "by shares of 0.4, 0.6: terms averages over all terms, means averages the means of ranks"
+        text = "terms averages over all terms, means averages the means of ranks, which have shares of 0.4, 0.6 of them"
         assert text in found.diagnosis.evidence

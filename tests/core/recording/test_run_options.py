@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from crossframe.errors import UsageError
+from crossframe.errors import RecordingError, UsageError
 from crossframe.layout import PerParamLayout
 from crossframe.mesh import MeshSpec
 from crossframe.param_map import identity_map
@@ -77,3 +77,11 @@ def test_manifest_has_the_options_and_the_users_settings():
     assert settings.pop("program") == with_digests({"device": "cpu"})
     assert settings == {"lr": 0.5, "optimizer": "SGD", "perturbed_run": 2, "forward_only": True}
     assert not {"perturbed_run", "forward_only"} & made(options()).settings.keys()
+
+
+def test_a_stated_program_gets_digests_and_its_own_facts_have_precedence():
+    stated = {"device": "tpu", "source": "of a release"}
+    program = made(options(settings={"program": stated})).settings["program"]
+    assert program == with_digests({}) | stated
+    with pytest.raises(RecordingError, match=r"'settings\.program': expected an object of names, .* got 'tpu'"):
+        made(options(settings={"program": "tpu"}))

@@ -356,7 +356,7 @@ def test_a_mean_over_targets_is_told_from_one_of_the_means_of_ranks(ranks, tmp_p
         ranks.run(world_size, _with_masked_targets, str(tmp_path / str(world_size)))
     found = compare(*(Recording.open(tmp_path / name) for name in ("1", "2")))
     assert found.verdict is Verdict.BUG and found.diagnosis is not None, found.reason
-    assert "by shares of 0.8333, 0.1667: 1 averages over all terms" in found.diagnosis.evidence
+    assert "which have shares of 0.8333, 0.1667 of them" in found.diagnosis.evidence
 
 
 def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_path):
