@@ -1,5 +1,6 @@
 """State of a model that is no parameter, such as flax's `batch_stats`, as the buffers of a recording."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ ByRank = Mapping[str, Mapping[int, np.ndarray]]
 """The arrays of each rank of this process, by canonical name."""
 _TORCH_NAMES = {"mean": "running_mean", "var": "running_var"}
 """The names in torch of the statistics of flax's batch norm."""
+_OF_MEAN = re.compile(r"(.+)([./][a-z_]*)mean([a-z_]*(?:\.[a-z]+)?)")
+"""The path of a running mean in (module, start, end): `norm.mean` of flax, `norm/~/mean_ema.average` of haiku, `norm/moving_mean`
+of keras."""
 
 
 def state_by_rank(state: Any, grid: Grid, params: Iterable[str], *, by_rank: bool) -> ByRank:
@@ -48,14 +52,19 @@ def state_by_rank(state: Any, grid: Grid, params: Iterable[str], *, by_rank: boo
 
 
 def statistics_of_ranks(state: Any) -> list[str]:
-    """The modules of flax that normalise over the samples of their own rank, by path: their statistics differ between ranks.
+    """The modules that normalise over the samples of their own rank, by path: their statistics differ between ranks.
 
     Args:
         state: after a step, of which each leaf has a leading dim of ranks. All processes call it.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-    means = {path.removesuffix(".mean"): leaf for path, leaf in leaves.items() if path.endswith(".mean")}
-    return [path for path, mean in means.items() if f"{path}.var" in leaves and not bool((mean == mean[:1]).all())]
+    found = []
+    for path, mean in leaves.items():
+        if (parts := _OF_MEAN.fullmatch(path)) is not None:
+            variances = {f"{parts[1]}{parts[2]}{kind}{parts[3]}" for kind in ("var", "variance")}
+            if variances & leaves.keys() and not bool((mean == mean[:1]).all()):
+                found.append(parts[1].removesuffix("/~"))
+    return list(dict.fromkeys(found))
 
 
 def canonical_names(paths: Iterable[str], params: Sequence[str]) -> dict[str, str]:

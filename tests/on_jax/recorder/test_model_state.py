@@ -12,7 +12,7 @@ from crossframe.recording import Recording
 from crossframe.verdict import Verdict, compare
 from jax_backend import LossOutput, Recorder, make_mesh, per_rank, shard, value_and_grad
 from jax_backend.nnx import split, state_of, with_params
-from jax_backend.recorder._model_state import canonical_name, canonical_names, carried
+from jax_backend.recorder._model_state import canonical_name, canonical_names, carried, statistics_of_ranks
 
 NET = """
 import os
@@ -218,6 +218,22 @@ def test_batch_norm_over_the_samples_of_a_rank_makes_another_number_of_ranks_inc
     verdict = compare(*found)
     assert verdict.verdict is Verdict.INCOMPARABLE
     assert "in 2 ['layers.1'] normalises over the samples of its own rank" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("mean", "var", "module"),
+    [
+        ("layers.1.mean", "layers.1.var", "layers.1"),
+        ("net/norm/~/mean_ema.average", "net/norm/~/var_ema.average", "net/norm"),
+        ("net/norm/moving_mean", "net/norm/moving_variance", "net/norm"),
+        ("layers.1.mean", "layers.1.scale", None),
+        ("meanings.loss", "variances.loss", None),
+    ],
+)
+def test_norms_are_known_by_their_statistics(mean, var, module):
+    apart, alike = np.arange(6.0).reshape(2, 3), np.ones((2, 3))
+    assert statistics_of_ranks({mean: apart, var: alike}) == ([module] if module else [])
+    assert statistics_of_ranks({mean: alike, var: apart}) == []
 
 
 def test_names_are_those_of_the_modules_of_parameters():
