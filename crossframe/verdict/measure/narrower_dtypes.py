@@ -1,7 +1,8 @@
 """Detects parts of a run that compute in a narrower dtype than the run, as the norms of many models do.
 
 From such a part on, all quantities carry the rounding of the narrower dtype, so the bound of the run's dtype does not apply. Many
-modules cast back before they return, so the narrower dtype shows in the values of an output, not in its dtype.
+modules cast back before they return, so the narrower dtype shows in the values of an output, not in its dtype. A parameter that
+is stored in a narrower dtype shows it in its gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -9,10 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from crossframe.dtypes import numpy_dtype, unit_roundoff
+from crossframe.recording.event_format import BACKWARD, REDUCE, UPDATE
 from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
 
 _NARROW = "float32"
+_SHOWING = {ACTIVATION: "", BACKWARD: "gradient of ", REDUCE: "gradient of ", UPDATE: "update of "}
+"""The kinds of quantities that show a narrower dtype, and what their names lack."""
 # A random float64 value is representable in float32 with probability 2^-29, so eight of them (four on each side) are no
 # coincidence.
 _LEAST_DIFFERING = 4
@@ -20,10 +24,10 @@ _LEAST_DIFFERING = 4
 
 @dataclass(frozen=True)
 class NarrowerDtype:
-    """The first activation with the rounding of a narrower dtype.
+    """The first quantity with the rounding of a narrower dtype.
 
     Attributes:
-        name: the `Quantity.name` of the activation.
+        name: the quantity in words: "output of blocks.0", "gradient of head.weight".
         dtype: the narrower dtype.
         own: the dtype of the run.
     """
@@ -34,7 +38,7 @@ class NarrowerDtype:
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds that apply from this activation on."""
+        """The bounds that apply from this quantity on."""
         return bounds_for(self.dtype)
 
     def judged(self, quantity: Quantity) -> Quantity:
@@ -51,13 +55,15 @@ class NarrowerDtype:
 def narrower_dtype_at(group: list[Quantity], dtype: str) -> NarrowerDtype | None:
     """The narrower dtype that begins at a group of quantities of a run in `dtype`, or None.
 
-    One begins in a float64 run at a differing activation if all differing elements are float32 values on both sides, but
-    not all are values of bfloat16 or float16, such as the zeros and ones of a mask. Sketches cannot show one.
+    One begins in a float64 run at a differing activation, gradient or parameter if all differing elements are float32 values on
+    both sides, but not all are values of bfloat16 or float16, such as the zeros and ones of a mask. Sketches cannot show one.
     """
-    if dtype != "float64" or group[0].kind != ACTIVATION or any(quantity.sketched for quantity in group):
+    first = group[0]
+    if dtype != "float64" or first.kind not in _SHOWING or any(quantity.sketched for quantity in group):
         return None
     found = [_is_narrow(quantity) for quantity in group]
-    return NarrowerDtype(group[0].name, _NARROW, dtype) if True in found and False not in found else None
+    name = f"{_SHOWING[first.kind]}{first.name}"
+    return NarrowerDtype(name, _NARROW, dtype) if True in found and False not in found else None
 
 
 def _is_narrow(quantity: Quantity) -> bool | None:
