@@ -130,7 +130,8 @@ class _Notes:
         ):
             if factors:
                 (step, factor), steps = factors[0], {step for step, _ in factors}
-                more = f" (likewise at {len(steps) - 1} more steps)" if len(steps) > 1 else ""
+                others = len(steps) - 1
+                more = f" (likewise at {others} more step{'s' * (others > 1)})" if others else ""
                 lines.append(f"step {step}: {what.format(f'{factor:.6g}')}{more}")
         return lines
 

@@ -74,7 +74,7 @@ def test_of_outputs_only_those_of_one_world_are_compared_and_only_in_one_order_o
     two = versus(tmp_path / "2", other)
     assert two.verdict is Verdict.EQUAL
     assert two.notes[0].startswith("at step 0 the output of module 'block' has shape (3, 4) in torch and (4, 3) in jax")
-    assert "and so do 1 more activations" in two.notes[0]
+    assert "and so does 1 more activation;" in two.notes[0]
     later = versus(tmp_path / "later", synthetic.both(other, only("forward", "", lambda loss: 2 * loss)))
     assert later.verdict is Verdict.BUG and "the output of module 'block' has shape" in later.reason
 
