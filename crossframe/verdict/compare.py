@@ -364,7 +364,9 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
     yield from recorded_on_one_side(pair, names, own=own and pair.a.manifest.framework == pair.b.manifest.framework)
     if texts := list(pair.of_other_shapes.values()):
         others = len(texts) - 1
-        more = f", and so {'do' if others > 1 else 'does'} {others} more activation{'s' * (others > 1)}" if others else ""
+        more = (
+            f", and so {'do' if others > 1 else 'does'} {others} more activation{'s' * (others > 1)}" if others else ""
+        )
         yield f"{texts[0]}{more}; these are not compared"
     if pair.routed:
         others = len(pair.routed) - 1

@@ -106,7 +106,7 @@ def uneven_ranks(case: Case) -> Iterator[Fit]:
             if own is None or reduced is None or own[0].size != reduced.size:
                 return
             found = np.stack([np.asarray(grad, np.float64).reshape(-1) for grad in (*own, reduced)], axis=1)
-            columns = np.linalg.qr(np.concatenate([columns, found]), mode="r")
+            columns = np.asarray(np.linalg.qr(np.concatenate([columns, found]), mode="r"))
     terms, mixed = columns[:, :world], columns[:, world]
     shares = np.linalg.lstsq(terms, mixed, rcond=None)[0]
     whole, left, apart = (norm(each) for each in (mixed, mixed - terms @ shares, mixed - terms.mean(axis=1)))
