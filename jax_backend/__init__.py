@@ -14,7 +14,6 @@ from jax_backend.check_ranks import check_ranks
 from jax_backend.checkpoint import load_checkpoint, save_checkpoint
 from jax_backend.engine._clipping import clip_grad_norm
 from jax_backend.engine._loss_function import LossOutput
-from jax_backend.engine._remat import remat
 from jax_backend.engine._scan import scan
 from jax_backend.engine._value_and_grad import Result, value_and_grad
 from jax_backend.mesh._device_mesh import make_mesh, per_rank
@@ -51,7 +50,6 @@ __all__ = [
     "make_mesh",
     "per_rank",
     "pieces_of",
-    "remat",
     "save_checkpoint",
     "scan",
     "shard",

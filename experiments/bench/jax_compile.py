@@ -504,9 +504,10 @@ def _params(config: LlamaConfig) -> Any:
 
 
 def _loss(config: LlamaConfig, params: Any, tokens: Any, placed: Callable[[Any], Any] = lambda x: x) -> Any:
+    import jax
     import optax
 
-    from jax_backend import remat, scan
+    from jax_backend import scan
     from jax_backend.nnx import with_params
 
     (outside, _, rest), (inside, _, block_rest) = _modules(config)
@@ -514,7 +515,7 @@ def _loss(config: LlamaConfig, params: Any, tokens: Any, placed: Callable[[Any],
     around = {**params, "model": {name: value for name, value in params["model"].items() if name != "layers"}}
     model: Any = with_params(outside, around, rest)
 
-    @remat
+    @jax.checkpoint
     def block(x: Any, own: Any) -> Any:
         module: Any = with_params(inside, own, block_rest)
         return placed(module(x))

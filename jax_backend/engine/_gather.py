@@ -145,7 +145,7 @@ def gather(
     def gathered(source: Source) -> dict[str, jax.Array]:
         return whole(source.shard)
 
-    # Not by calling `gathered`: the policy that saves no gathered parameter must find the primitive itself here.
+    # Not by calling `gathered`: what saves no gathered parameter must find the primitive itself here.
     def forward(source: Source) -> tuple[dict[str, jax.Array], jax.Array | None]:
         return whole(_differentiated_once(source.shard, bucket.label)), source.waiting
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.engine._gather import Source, gather
-from jax_backend.engine._step import Step, StepInputs, kept, over_shards, params_of, probes_of, sources_of
+from jax_backend.engine._remat import value_and_grad
+from jax_backend.engine._step import Step, StepInputs, kept, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import data_axes, num_ranks, rank_partition
 from jax_backend.mesh._shard_map import mapped
 from jax_backend.mesh._vmap import vmap_over_mesh
@@ -42,9 +43,14 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
             return loss * counts.astype(loss.dtype), (loss, weight, state, aux)
 
         def loss_of(shards: dict[str, Any], probes: dict[str, jax.Array]) -> Any:
-            return over_shards(tree, step, gathered, apply)(sources_of({**frozen, **shards}, probes, waiting))
+            sources = sources_of({**frozen, **shards}, probes, waiting)
+            full = {bucket.name: gathered(bucket, sources[bucket.name]) for bucket in tree.plain}
+            return apply(full, {bucket.name: sources[bucket.name] for bucket in tree.stacked})
 
-        differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        if any(step.frees(tree).values()):
+            differentiate = value_and_grad(loss_of, step.saves(tree))
+        else:
+            differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if step.late_gathers:
             differentiate = gather_late(differentiate, axes if step.reduction.by_xla else None)
         (_, rest), (grads, local) = differentiate(shards, probes_of(tree, step))

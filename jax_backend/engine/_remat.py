@@ -1,26 +1,31 @@
 """Resharding after forward: backward gathers parameters again instead of saving them (R14).
 
 [Note: resharding is a rule about what is saved] JAX does not free a buffer at a given moment. A unit is resharded after forward
-if and only if nothing of full size is saved for backward. A policy of jax.checkpoint decides that: activations are saved,
-gathered parameters and views of them are not, so backward gathers again from the shards, which are in memory anyway.
+if and only if nothing of full size is saved for backward. So the step saves what forward computes, and backward makes gathered
+parameters and views again: from the shards, which are in memory anyway, and from what is saved.
 
-The policy depends on the primitive. A policy by name (`checkpoint_name`) does not work: the name is an operation after the
-all-gather, and the output of the all-gather itself would be saved instead. A policy does not see where values come from: a view
-of an activation is computed again too, which costs a copy, and a result of parameters alone (`1 + scale`) is saved as an
-activation.
+This is decided by primitive, in the program that `jax.vjp` makes of forward. What a jax.checkpoint in the loss function computes
+again is not in that program, so that it has its usual effect. A view of an activation is made again too, which costs a copy, and
+a result of parameters alone (`1 + scale`) is saved as an activation.
 
-JAX applies the policy also inside of a jax.checkpoint in the loss function, whose own policy then has no effect: all activations
-are saved. `remat` hides the recomputation from it in a custom_vjp, and a loop over layers its residuals (`keeping_residuals`).
+A jax.checkpoint around the loss, with a policy, would apply the policy to each jax.checkpoint and each loop inside, and round
+what it saves by operations that XLA's CPU compiler does not remove.
 
-XLA decides in the end. Up to JAX 0.11.0 its CPU compiler drops the barrier that jax.checkpoint puts before backward and merges
-each second gather with the first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
+XLA decides in the end. Up to JAX 0.11.0 its CPU compiler drops the barrier before backward and merges each second gather with the
+first, which wastes its memory and changes no result: see `programs/_late_gathers.py`.
 """
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jax_backend.programs._jaxpr import JITTED, called, opened
 
 LAYOUT_PRIMITIVES = frozenset(
     {
@@ -50,11 +55,8 @@ LAYOUT_PRIMITIVES = frozenset(
     }
 )
 """Primitives that move or cast elements without computing: their output is a view of a parameter."""
-
-
-def keeps_activations(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy: save computed values, not gathered parameters or views."""
-    return primitive.name != "all_gather" and primitive.name not in LAYOUT_PRIMITIVES
+_BACKWARD = "transpose(again)"
+"""The scope of what backward makes again; JAX's scopes of backward contain `transpose(` too."""
 
 
 ELEMENTWISE = frozenset(
@@ -99,86 +101,153 @@ ELEMENTWISE = frozenset(
 """Primitives of single elements, which XLA fuses into whatever reads their results."""
 
 
-def keeps_sums(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy inside of a loop over layers: of activations, save what `ELEMENTWISE` does not compute.
+def computes(equation: JaxprEqn) -> bool:
+    """Whether an equation computes, and makes neither a gathered parameter nor a view."""
+    return equation.primitive.name != "all_gather" and equation.primitive.name not in LAYOUT_PRIMITIVES
+
+
+def sums(equation: JaxprEqn) -> bool:
+    """Whether an equation computes more than single elements, so that a loop over layers saves its results.
 
     Of an unrolled program XLA computes elementwise results again where backward reads them, instead of keeping them in memory. It
     cannot do so from one loop to another: all that is saved there is stored for each layer.
     """
-    return keeps_activations(primitive) and primitive.name not in ELEMENTWISE
+    return computes(equation) and equation.primitive.name not in ELEMENTWISE
 
 
-def reshard_after_forward(fun: Callable) -> Callable:
-    """`fun` with gathers that run again in backward."""
-    # prevent_cse is on by default: XLA should not merge the second gather with the first.
-    return jax.checkpoint(fun, policy=keeps_activations)
+Saves = Callable[[JaxprEqn], bool]
+"""Whether the results of an equation of forward are saved, instead of made again in backward."""
 
 
-def remat(fun: Callable, *, policy: Callable[..., bool] | None = None) -> Callable:
-    """`jax.checkpoint` for use in a loss function: backward computes `fun` again instead of saving its activations.
-
-    Use it instead of `jax.checkpoint`, which has no effect where units are resharded after forward: all activations are saved
-    there.
+def value_and_grad(fun: Callable, saves: Saves) -> Callable:
+    """`jax.value_and_grad(fun, has_aux=True)` for all arguments, whose backward makes some values again.
 
     Args:
-        fun: a function of pytrees of arrays. Arrays that it closes over are differentiated too.
-        policy: which results are saved nevertheless, as in jax.checkpoint
-            (`jax.checkpoint_policies.save_only_these_names("scores")`); None: none. A loop over layers saves no elementwise ones.
+        fun: from arguments to (a scalar, aux).
 
     Returns:
-        `fun`, for reverse-mode differentiation.
-    """
-    return _differentiated(fun, lambda converted: _vjp_of(jax.checkpoint(converted, policy=policy)))
-
-
-def keeping_residuals(fun: Callable) -> Callable:
-    """`fun`, whose residuals a jax.checkpoint around it saves as they are.
-
-    [Note: a policy reaches into loops] The policy is applied to the operations inside of a loop, not to what the loop stacks for
-    backward. JAX saves a stack of each result that the policy names, and before backward runs a loop that makes the residuals out
-    of them: copies of the same activations, and the carries. So forward is one operation here, with its residuals as results.
+        A function from the arguments to ((value, aux), gradients).
     """
 
-    def forward_of(converted: Callable) -> Callable:
-        def forward(*given: Any) -> Any:
-            structures = []
+    def vjp(*args: Any) -> tuple[Any, Callable]:
+        value, pullback, aux = jax.vjp(fun, *args, has_aux=True)
+        return (value, aux), pullback
 
-            def flat(*given: Any) -> list[Any]:
-                leaves, structure = jax.tree.flatten(jax.vjp(converted, *given))
-                structures.append(structure)
-                return leaves
+    def run(*args: Any) -> Any:
+        (value, aux), pullback = _forward(vjp, args, saves)
+        return (value, aux), pullback(jnp.ones_like(value))
 
-            # Flat, since the structure contains jaxprs, which differ between traces of one function.
-            leaves = _one_operation(flat, _vjp_of(flat))(*given)
-            return jax.tree.unflatten(structures[0], leaves)
-
-        return forward
-
-    return _differentiated(fun, forward_of)
+    return run
 
 
-def _differentiated(fun: Callable, forward_of: Callable[[Callable], Callable]) -> Callable:
-    """`fun` with the forward pass that `forward_of` makes of it. Arrays that it closes over are differentiated too."""
+def again(fun: Callable, saves: Saves) -> Callable:
+    """`fun`, whose backward makes some values again. Arrays that it closes over are differentiated too."""
 
     @wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        converted, closed_over = jax.closure_convert(lambda *given: fun(*given, **kwargs), *args)
-        return _one_operation(converted, forward_of(converted))(*args, *closed_over)
+    def call(*args: Any) -> Any:
+        converted, closed_over = jax.closure_convert(fun, *args)
+
+        def forward(*args: Any) -> tuple[Any, Callable]:
+            return _forward(partial(jax.vjp, converted), args, saves)
+
+        operation = jax.custom_vjp(converted)
+        operation.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
+        return operation(*args, *closed_over)
 
     return call
 
 
-def _vjp_of(fun: Callable) -> Callable:
-    """From arguments to the result of `fun` and its pullback, a function that is a pytree."""
-    return lambda *given: jax.vjp(fun, *given)
-
-
-def _one_operation(fun: Callable, forward: Callable) -> Callable:
-    """`fun` as one operation to the policy of a jax.checkpoint.
+def _forward(vjp: Callable, args: tuple[Any, ...], saves: Saves) -> tuple[Any, Callable]:
+    """The result of `vjp(*args)` and its pullback, a pytree of what is saved.
 
     Args:
-        forward: from arguments to the result and a pullback.
+        vjp: from arguments to (a result, a pullback that is a pytree).
     """
-    call = jax.custom_vjp(fun)
-    call.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
-    return call
+    of_pullback = []
+
+    def flat(*args: Any) -> tuple[Any, list[Any]]:
+        result, pullback = vjp(*args)
+        leaves, structure = jax.tree.flatten(pullback)
+        of_pullback.append(structure)
+        return result, leaves
+
+    closed, (shape, _) = jax.make_jaxpr(flat, return_shape=True)(*args)
+    num_results = len(jax.tree.leaves(shape))
+    results, residuals = closed.jaxpr.outvars[:num_results], closed.jaxpr.outvars[num_results:]
+    again = _Again.of(closed.jaxpr, residuals, saves)
+    found = eval_jaxpr(closed.jaxpr.replace(outvars=[*results, *again.leaves]), closed.consts, *jax.tree.leaves(args))
+
+    def pullback(saved: list[Any], *cotangents: Any) -> Any:
+        with jax.named_scope(_BACKWARD):
+            # XLA should not merge what is made again with what forward made.
+            leaves = again.values(jax.lax.optimization_barrier(saved))
+        return jax.tree.unflatten(of_pullback[0], leaves)(*cotangents)
+
+    result = jax.tree.unflatten(jax.tree.structure(shape), found[:num_results])
+    return result, jax.tree_util.Partial(pullback, found[num_results:])
+
+
+@dataclass(frozen=True)
+class _Again:
+    """How some values of a program are made again out of others.
+
+    Attributes:
+        wanted: the values.
+        leaves: the variables that they are made from: given ones, and saved results.
+        steps: the equations that make them, in order; of a jitted function, the results in question, each with how it is made.
+    """
+
+    jaxpr: Jaxpr
+    wanted: Sequence[Any]
+    leaves: Sequence[Var]
+    steps: Sequence[tuple[JaxprEqn, Mapping[Var, "_Again"]]]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, wanted: Sequence[Any], saves: Saves) -> "_Again":
+        needed = dict.fromkeys(atom for atom in wanted if isinstance(atom, Var))
+        leaves, steps = [], []
+        for equation in reversed(jaxpr.eqns):
+            results = [var for var in equation.outvars if var in needed]
+            for var in results:
+                del needed[var]
+            inside, operands = {}, equation.invars
+            if equation.primitive.name in JITTED:
+                inside, operands = _inside(equation, results, saves)
+                leaves += [var for var in results if var not in inside]
+                results = [*inside]
+            elif results and saves(equation):
+                leaves += results
+                results = []
+            if results:
+                steps.append((equation, inside))
+                needed.update((atom, None) for atom in operands if isinstance(atom, Var))
+        return cls(jaxpr, wanted, [*leaves, *needed], steps[::-1])
+
+    def values(self, leaves: Sequence[Any]) -> list[Any]:
+        """The values, from those of the leaves."""
+        known = dict(zip(self.leaves, leaves, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for equation, inside in self.steps:
+            if equation.primitive.name in JITTED:
+                for var, again in inside.items():
+                    outside = dict(zip(again.jaxpr.invars, equation.invars, strict=True))
+                    (known[var],) = again.values([read(outside[leaf]) for leaf in again.leaves])
+            else:
+                given = {atom: read(atom) for atom in equation.invars if isinstance(atom, Var)}
+                alone = self.jaxpr.replace(constvars=[], invars=list(given), outvars=equation.outvars, eqns=[equation])
+                known.update(zip(equation.outvars, eval_jaxpr(alone, (), *given.values()), strict=True))
+        return [read(atom) for atom in self.wanted]
+
+
+def _inside(equation: JaxprEqn, results: Sequence[Var], saves: Saves) -> tuple[dict[Var, _Again], list[Any]]:
+    """The results of a jitted function that its operands suffice for, with how they are made, and these operands."""
+    jaxpr, consts = opened(called(equation.params))
+    assert not consts
+    outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    found = {var: _Again.of(jaxpr, [jaxpr.outvars[equation.outvars.index(var)]], saves) for var in results}
+    # What is saved inside has no value outside.
+    found = {var: again for var, again in found.items() if set(again.leaves) <= outside.keys()}
+    return found, [outside[leaf] for again in found.values() for leaf in again.leaves]

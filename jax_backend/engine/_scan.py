@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
-from jax_backend.engine._remat import keeping_residuals, keeps_sums
+from jax_backend.engine._remat import again, sums
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 
@@ -67,7 +67,7 @@ def scan(
     """`jax.lax.scan` over stacked blocks.
 
     If the unit is resharded after forward, backward gathers each layer again and computes elementwise results again; results of
-    matrix products, reductions and the like are saved (`jax_backend.remat` inside of `body` saves less).
+    matrix products, reductions and the like are saved (`jax.checkpoint` inside of `body` saves less).
 
     Args:
         body: from (carry, the parameters of one block, x) to (carry, y).
@@ -100,10 +100,5 @@ def scan(
         found = stack.layer(sliced)
         return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
-    # In addition to the checkpoint around the whole loss, which would gather all layers in a loop before backward.
-    each_layer = jax.checkpoint(layer, policy=keeps_sums) if stack.frees else layer
-
-    def loop(init: Any, sliced: dict[str, Any], xs: Any) -> Any:
-        return jax.lax.scan(each_layer, init, (sliced, xs), reverse=reverse, unroll=unroll)
-
-    return (keeping_residuals(loop) if stack.frees else loop)(init, stack.sliced, xs)
+    each_layer = again(layer, sums) if stack.frees else layer
+    return jax.lax.scan(each_layer, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)

@@ -11,11 +11,13 @@ from jax.sharding import Mesh
 from crossframe.plan import plan_units
 from crossframe.precision import PrecisionPolicy
 from crossframe.strategy import Strategy
+from crossframe.trace import ALL_GATHER
 from jax_backend.engine._gather import Reduction, Source
 from jax_backend.engine._loss_function import LossFunction, LossOutput, cast_batch
-from jax_backend.engine._remat import reshard_after_forward
+from jax_backend.engine._remat import computes
 from jax_backend.engine._scan import Stack, StackedLeaf
 from jax_backend.other_rounding import other_rounding
+from jax_backend.ranks._collectives import parts_of, scope_label
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._param_tree import ParamTree
@@ -80,42 +82,24 @@ class Step:
         )
         return {unit.name: bool(unit.reshard_after_forward) and self.reduction.mesh.shard > 1 for unit in planned}
 
+    def saves(self, tree: ParamTree) -> Callable[[Any], bool]:
+        """Whether backward finds the results of an equation of forward, which does not make them again."""
+        frees = self.frees(tree)
+
+        def decide(equation: Any) -> bool:
+            if equation.primitive.name != "all_gather":
+                return computes(equation)
+            label = scope_label(ALL_GATHER, str(equation.source_info.name_stack))
+            return label is None or not frees.get(parts_of(label)[0], False)
+
+        return decide
+
 
 def sources_of(
     shards: Mapping[str, Any], probes: Mapping[str, Any], waiting: Mapping[str, Any] | None
 ) -> dict[str, Source]:
     """The Source of each bucket, from shards, probes and waiting gradients by bucket."""
     return {name: Source(shard, probes.get(name), (waiting or {}).get(name)) for name, shard in shards.items()}
-
-
-def over_shards(
-    tree: ParamTree,
-    step: Step,
-    gather: Callable[[Bucket, Source], Any],
-    apply: Callable[[dict[str, Any], dict[str, Source]], Any],
-) -> Callable[[dict[str, Source]], Any]:
-    """`apply(full, stacked)` as a function of the sources of all buckets, which gathers when the plan says.
-
-    Args:
-        gather: gathers a bucket that is not stacked.
-        apply: takes the gathered buckets by name, and the sources of stacked buckets, whose layers are gathered one by one.
-    """
-    frees = step.frees(tree)
-
-    def run(sources: dict[str, Source]) -> Any:
-        # Buckets that stay full are gathered outside the region that runs again.
-        kept = {bucket.name: gather(bucket, sources[bucket.name]) for bucket in tree.plain if not frees[bucket.unit]}
-        inside = {name: source for name, source in sources.items() if name not in kept}
-
-        def rest(kept: dict[str, Any], inside: dict[str, Source]) -> Any:
-            freed = {
-                bucket.name: gather(bucket, inside[bucket.name]) for bucket in tree.plain if bucket.name not in kept
-            }
-            return apply(kept | freed, {bucket.name: inside[bucket.name] for bucket in tree.stacked})
-
-        return (reshard_after_forward(rest) if any(frees.values()) else rest)(kept, inside)
-
-    return run
 
 
 def params_of(

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-CALLS = frozenset(["jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"])
+JITTED = frozenset(["jit", "pjit"])
+"""The primitives of functions in jax.jit."""
+CALLS = JITTED | {"closed_call", "core_call", "checkpoint", "remat", "remat2"}
 """Primitives that run one jaxpr on their operands."""
 CUSTOM_CALLS = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 """The same for functions with their own derivatives."""

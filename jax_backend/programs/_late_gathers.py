@@ -1,8 +1,8 @@
 """A step's program in which a unit is gathered when it is first needed, to measure memory with XLA's CPU compiler.
 
 [Note: a gather waits for what needs it] A gather depends on shards alone, so XLA runs the gathers of all units at the start of
-the step, and all full parameters are in memory at once. Up to JAX 0.11.0 its CPU compiler also drops the barrier that
-jax.checkpoint puts before backward and merges the second gather of a unit with its first; and for a bias that is read late it
+the step, and all full parameters are in memory at once. Up to JAX 0.11.0 its CPU compiler also drops the barrier before
+backward and merges the second gather of a unit with its first; and for a bias that is read late it
 keeps the whole line in addition to the matrices that were cut out of it. So a unit is gathered and cut in one branch of a
 condition, whose other branch is never taken. XLA does not know that, and neither merges nor looks inside. The condition depends
 on the other operand of the unit's first user: an activation in forward, a gradient in backward. Where XLA places the
@@ -48,8 +48,8 @@ class _LateGathers(Evaluation):
     def __init__(self, jaxpr: Jaxpr, kinds: Sequence[str], common: Callable[[jax.Array], jax.Array]) -> None:
         super().__init__(jaxpr)
         self._kinds, self._common = kinds, common
-        self._regions: dict[tuple[str, str], list[JaxprEqn]] = {}
-        self._region: dict[int, tuple[str, str]] = {}
+        self._regions: dict[tuple[str, str, bool], list[JaxprEqn]] = {}
+        self._region: dict[int, tuple[str, str, bool]] = {}
         self._readers: dict[Var, list[JaxprEqn]] = {}
         self._returned = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
         for equation in jaxpr.eqns:
@@ -82,17 +82,13 @@ class _LateGathers(Evaluation):
 
     def evaluate(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         variables = _variables([equation])
-        equation = self._rewritten(equation, operands)
         part = self._part([equation], variables, list(equation.outvars))
         return eval_jaxpr(part, [self.read(var) for var in variables])
 
     def _evaluate(self, equations: Sequence[JaxprEqn]) -> None:
         first = equations[0]
         if id(first) not in self._region:
-            if _rounds_nothing(first):
-                self.values[first.outvars[0]] = self.read(first.invars[0])
-            else:
-                super().visit(first)
+            super().visit(first)
             return
         inside = {id(each) for each in equations}
         inputs = _variables(equations)
@@ -119,37 +115,17 @@ class _LateGathers(Evaluation):
             *inputs,
         )
 
-    def _rewritten(self, equation: JaxprEqn, operands: Sequence[Any]) -> JaxprEqn:
-        """An equation that runs in backward has a program inside, which is rewritten too."""
-        if not equation.params.get("differentiated"):
-            return equation
-        inner = _LateGathers(equation.params["jaxpr"], self._kinds, self._common)
-        made = jax.make_jaxpr(lambda *args: inner.run((), args))(*operands)
-        assert not made.consts
-        return equation.replace(params={**equation.params, "jaxpr": made.jaxpr})
 
-
-def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The kind and the label of the collective that an equation belongs to.
+def _region_of(equation: JaxprEqn, kinds: Sequence[str]) -> tuple[str, str, bool] | None:
+    """The kind and the label of the collective that an equation belongs to, and whether it runs in backward.
 
     Arrays of a bucket are gathered together, under the bucket's label, and each is reduced by itself.
     """
     stack = str(equation.source_info.name_stack)
     for kind in kinds:
         if (label := scope_label(kind, stack)) is not None:
-            return kind, bucket_label(label) if kind == ALL_GATHER else label
+            return kind, bucket_label(label) if kind == ALL_GATHER else label, "transpose(" in stack
     return None
-
-
-def _rounds_nothing(equation: JaxprEqn) -> bool:
-    """Whether this rounds to the precision of its operand, as jax.checkpoint does with saved values; XLA copies them."""
-    if equation.primitive.name != "reduce_precision":
-        return False
-    dtype: Any = _aval(equation.outvars[0]).dtype
-    if dtype.itemsize < 4:  # XLA may compute these in a wider dtype, and must round saved values
-        return False
-    kept = jnp.finfo(dtype)
-    return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (kept.nexp, kept.nmant)
 
 
 def _variables(equations: Sequence[JaxprEqn]) -> list[Var]:

@@ -84,7 +84,7 @@ def _operands(jaxpr: Any, groups: Mapping[str, tuple[int, ...]], phase: str) -> 
         name = equation.primitive.name
         if name in _KINDS:
             yield from _event(equation, _KINDS[name], groups, phase)
-        # The outermost equation says that all inside is backward: a remat, which runs forward's part again, or a loop.
+        # The outermost equation says that all inside is backward: a loop, or what jax.checkpoint runs again.
         backward = "transpose(" in str(equation.source_info.name_stack)
         for inner in inner_jaxprs(equation):
             where = "backward" if backward else phase

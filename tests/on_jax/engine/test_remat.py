@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from crossframe.errors import UsageError
-from jax_backend import remat, scan, shard, unshard, value_and_grad
+from jax_backend import scan, shard, unshard, value_and_grad
 from jax_backend.programs._jaxpr import inner_jaxprs, num_scan_operands
 from tests.on_jax.helpers.small import ATOL, RTOL, mesh_of_size, small_batch
 from tests.on_jax.helpers.stacked import MODES, stacked_params
@@ -67,13 +67,12 @@ def num_saved(checkpoint):
 def test_activations_are_computed_again_where_units_are_resharded():
     # Of a layer its input and its products: what is elementwise is computed again in any loop.
     assert num_saved(lambda block: block) == 1 + DEPTH
-    assert num_saved(jax.checkpoint) == 1 + DEPTH  # without effect, which is why there is `remat`
-    assert num_saved(remat) == 1
-    assert num_saved(partial(remat, policy=jax.checkpoint_policies.save_only_these_names("product 2"))) == 2
+    assert num_saved(jax.checkpoint) == 1
+    assert num_saved(partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("product 2"))) == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("checkpoint", [pytest.param(lambda block: block, id="plain"), remat])
+@pytest.mark.parametrize("checkpoint", [pytest.param(lambda block: block, id="plain"), jax.checkpoint])
 def test_inputs_of_layers_are_saved_and_not_looped_over_again(checkpoint, mode):
     assert len(loops(checkpoint, mode)) == 2  # forward and backward
 
@@ -81,7 +80,7 @@ def test_inputs_of_layers_are_saved_and_not_looped_over_again(checkpoint, mode):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gradients_are_those_without_recomputation(reshard):
     results = []
-    for checkpoint in (lambda block: block, remat):
+    for checkpoint in (lambda block: block, jax.checkpoint):
         step, sharded = step_of(checkpoint, reshard_after_forward=reshard)
         result = step(sharded, small_batch())
         results.append((result.loss, unshard(result.grads)))

@@ -105,12 +105,12 @@ def linear_loss(params, batch):
 
 
 def saved_for_backward(step, *args):
-    """Shapes of the residuals that forward hands to the remat of backward."""
+    """Shapes of what forward saves for a backward that makes other values again."""
     shapes = []
 
     def walk(jaxpr):
         for equation in jaxpr.eqns:
-            if equation.params.get("differentiated"):
+            if equation.primitive.name == "optimization_barrier":
                 shapes.extend(var.aval.shape for var in equation.invars)
             for value in equation.params.values():
                 inner = getattr(value, "jaxpr", value)

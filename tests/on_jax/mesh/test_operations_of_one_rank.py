@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossframe.mesh import MeshSpec
-from jax_backend import compiled_trace, make_mesh, remat, scan, shard, unshard, value_and_grad
+from jax_backend import compiled_trace, make_mesh, scan, shard, unshard, value_and_grad
 
 NAMES = ("NHWC", "HWIO", "NHWC")
 # Sums of up to 300 products of size 1, each rounded by 1.1e-16.
@@ -64,7 +64,7 @@ def loss_of(params: Any, batch: Any, plain: bool = False) -> Any:
         x = jax.lax.scan(lambda x, block: body(x, block, None), x, params["blocks"])[0]
     else:
         x = scan(body, x, params["blocks"])[0]
-    x = (jax.checkpoint if plain else remat)(lambda x: convolved(x, params["depthwise"], groups=4))(x)
+    x = jax.checkpoint(lambda x: convolved(x, params["depthwise"], groups=4))(x)
     return jnp.mean(jax.vmap(lambda each: convolved(each[None], params["last"]))(x) ** 2)
 
 
