@@ -48,7 +48,9 @@ def _stored(noise):
             return array
         if noise and phase != "batch":
             # Of the kind of roundings, and less than the bound of float32.
-            array = array * (1 + 3e-8 * np.random.default_rng([step, *phase.encode(), *name.encode()]).random(array.shape))
+            array = array * (
+                1 + 3e-8 * np.random.default_rng([step, *phase.encode(), *name.encode()]).random(array.shape)
+            )
         return array.astype(np.float32).astype(array.dtype) if name == "block.w" else array
 
     return tamper
@@ -57,7 +59,9 @@ def _stored(noise):
 def test_a_parameter_in_float32_is_judged_in_float32(tmp_path):
     for found in _compared(tmp_path, _stored(False), _stored(True)):
         assert found.verdict is Verdict.ROUNDING, found.reason
-        assert "the gradient of block.w" in found.reason and "is computed in float32, in a run in float64" in found.reason
+        assert (
+            "the gradient of block.w" in found.reason and "is computed in float32, in a run in float64" in found.reason
+        )
 
 
 def test_noise_of_float32_without_such_a_module_is_a_bug(tmp_path):
