@@ -156,3 +156,12 @@ def test_a_collective_of_an_unknown_dtype_raises_with_its_line():
 def test_a_dimension_of_bounded_size_counts_with_its_bound():
     [event] = events_of(gather_of("f32[<=6,2]"))
     assert event.num_bytes == 6 * 2 * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_that_returns_the_loss_alone_has_forward_alone(mode):
+    mesh = make_mesh(MeshSpec(2))
+    step, sharded = value_and_grad(small_loss, mesh, mode=mode), shard(small_params(), mesh, units=UNITS)
+    found = compiled_trace(jax.jit(lambda params, batch: step(params, batch).losses), sharded, small_batch(), mesh=mesh)
+    assert {(event.kind, event.phase) for event in found} == {(ALL_GATHER, "forward")}
+    assert {event.unit for event in found} == {"", *UNITS}
