@@ -31,11 +31,7 @@ def activation_between(x: np.ndarray, y: np.ndarray, near: float) -> str | None:
     return None
 
 
-def _erf(x: np.ndarray) -> np.ndarray:
-    """erf with an error of at most 1.5e-7 (Abramowitz and Stegun, 7.1.26), far below the resolution of low precision."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.sign(x) * (1 - series * np.exp(-np.square(x)))
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def gelu_by_erf(x: np.ndarray) -> np.ndarray:

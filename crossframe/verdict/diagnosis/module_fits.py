@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from crossframe.alignment.elementwise import gelu_by_tanh, relu, silu
+from crossframe.alignment.elementwise import gelu_by_erf, gelu_by_tanh, relu, silu
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.verdict.diagnosis.fit import TINY, Contrast, accepted, factor_between, rounded_in
 from crossframe.verdict.measure.metrics import distance, norm
@@ -216,14 +216,13 @@ def _epsilon_of(y: np.ndarray, numerator: np.ndarray, square: np.ndarray, under_
     return epsilon, steep
 
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])
 FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    ERF_GELU: lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    ERF_GELU: gelu_by_erf,
     TANH_GELU: gelu_by_tanh,
     "ReLU": relu,
     "SiLU": silu,
 }
-"""Activation functions in float64, with every bit of erf."""
+"""Activation functions in float64."""
 
 
 @dataclass(frozen=True)
