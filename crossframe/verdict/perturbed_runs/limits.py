@@ -67,7 +67,7 @@ class Limits:
         """
         self._sides, self.spreads = tuple(side for side, _ in spreads), tuple(spread for _, spread in spreads)
         self.noise, self._implied, self._finer = noise, implied, finer
-        self._steady = Steady(self._limit)
+        self._steady = Steady(self._limit, [spread.unsteady for spread in self.spreads])
         self._updated = [0, 0]
         self._chaos: dict[int, list[float]] = {}
         self._tally = Tally()
@@ -119,7 +119,7 @@ class Limits:
         """Judge one quantity by its limit, relative to the quantity's scale."""
         steady = self._steady.of(quantity)
         if quantity.phase == UPDATE:
-            self._updated[0] += quantity.numel - self._steady.num_unsteady(quantity.parameter)
+            self._updated[0] += quantity.numel - self._steady.num_unsteady(quantity)
             self._updated[1] += quantity.numel
         bound = ratio(limit, steady.scale)
         judged = judge(replace(steady, bound=bound))

@@ -42,7 +42,7 @@ from crossframe.verdict.measure.metrics import distance, inner_distance, trimmed
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, LATE_UPDATE, Quantity, finite
 from crossframe.verdict.perturbed_runs.directions import Tally
-from crossframe.verdict.perturbed_runs.steady_elements import Steady
+from crossframe.verdict.perturbed_runs.steady_elements import NEVER, Since, Steady
 
 FALSE_POSITIVE_RATE = 1e-3
 """The probability that a correct pair is called a bug, if perturbed runs round as the other recording does."""
@@ -102,6 +102,7 @@ class Spread:
         numel: the number of elements of each quantity.
         zeros: the mean share of zeros in the squared distance of each quantity, and at least that of its kind. See [Note: zeros].
         tallies: the directions in which each perturbed run differs (`crossframe.verdict.perturbed_runs.directions`).
+        unsteady: since which step the elements of parameters are unsteady in any perturbed run.
     """
 
     run: str
@@ -111,6 +112,7 @@ class Spread:
     numel: dict[Key, int]
     zeros: dict[Key, float] = field(default_factory=dict)
     tallies: tuple[Tally, ...] = ()
+    unsteady: Since = field(default_factory=dict)
 
     def limit(self, quantity: Quantity, more: float = 0.0) -> float | None:
         """The largest allowed distance of another recording; None if the perturbed runs did not record the quantity.
@@ -185,6 +187,7 @@ def spread_of(recording: Recording, perturbed: Sequence[Recording], *, sketched:
         before.numel | rest.numel,
         before.zeros | rest.zeros,
         tallies,
+        rest.unsteady,
     )
 
 
@@ -214,6 +217,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
     found: dict[Key, list[float]] = {}
     numel: dict[Key, int] = {}
     zeros: dict[Key, float] = {}
+    unsteady: dict[str, np.ndarray] = {}
     tallies = []
     for pair in pairs:
         tally = Tally()
@@ -231,6 +235,8 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
                 found.setdefault(place, []).append(math.hypot(apart, least))
                 if share := max(share_of_zeros(steady.of(quantity)) for quantity in group):
                     zeros[place] = zeros.get(place, 0.0) + share / len(pairs)
+        for name, since in steady.since.items():
+            unsteady[name] = np.minimum(since, unsteady.get(name, NEVER))
     whole = {place: np.array(apart) for place, apart in found.items() if len(apart) == len(pairs)}
     factors = {}
     for kind in MEASURES:
@@ -241,7 +247,7 @@ def _measured(run: str, pairs: Sequence[Pair], phases: tuple[str, ...], before: 
     means = {kind: np.mean([zeros.get(place, 0.0) for place in whole if place[1] == kind]) for kind in factors}
     zeros = {place: max(zeros.get(place, 0.0), float(means[place[1]])) for place in whole}
     of = {place: float(np.sqrt(np.mean(np.square(apart)))) for place, apart in whole.items()}
-    return Spread(run, len(pairs), factors, of, numel, zeros, tuple(tallies))
+    return Spread(run, len(pairs), factors, of, numel, zeros, tuple(tallies), unsteady)
 
 
 def key_of(quantity: Quantity) -> Key:

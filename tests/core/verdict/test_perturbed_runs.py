@@ -233,6 +233,29 @@ def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_a
     assert steady.of(quantity(np.zeros(4), np.ones(4), parameter="w")).b.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
+def test_what_the_perturbed_runs_cannot_measure_of_an_update_is_not_judged(tmp_path):
+    """A gradient that is exactly zero in both runs, and is rounding in perturbed runs."""
+
+    def cancels(rest, moves):
+        def change(phase, step, rank, name, array):
+            if (phase, step, name) in (("backward", 0, "block.w"), ("reduce", 0, "block.w")):
+                return np.full_like(array, rest)
+            if (phase, name) == ("update", "block.w") and step >= 1:
+                return array + moves
+            return array
+
+        return change
+
+    made = synthetic.manifest(dtype="float32")
+    a = synthetic.record(tmp_path / "a", made, tamper=cancels(0.0, 0.0))
+    for i in range(1, 5):
+        synthetic.record(a.directory / perturbed_run_folder(i), made, tamper=both(jitter(i, 1e-6), cancels(i * 1e-12, i * 1e-4)))
+    b = synthetic.record(tmp_path / "b", made, tamper=cancels(0.0, 1e-3))
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert compare(b, a).verdict is Verdict.ROUNDING
+
+
 def test_runs_that_have_nothing_in_common_any_more_are_inconclusive(tmp_path):
     def chaos(seed):
         def change(phase, step, rank, name, array):
