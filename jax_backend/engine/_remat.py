@@ -232,9 +232,12 @@ class _Again:
 
         for equation, inside in self.steps:
             if equation.primitive.name in JITTED:
+                jaxpr, consts = opened(called(equation.params))
+                outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
+                constants = dict(zip(jaxpr.constvars, consts, strict=True))
                 for var, again in inside.items():
-                    outside = dict(zip(again.jaxpr.invars, equation.invars, strict=True))
-                    (known[var],) = again.values([read(outside[leaf]) for leaf in again.leaves])
+                    given = [read(outside[leaf]) if leaf in outside else constants[leaf] for leaf in again.leaves]
+                    (known[var],) = again.values(given)
             else:
                 given = {atom: read(atom) for atom in equation.invars if isinstance(atom, Var)}
                 alone = self.jaxpr.replace(constvars=[], invars=list(given), outvars=equation.outvars, eqns=[equation])
@@ -244,10 +247,9 @@ class _Again:
 
 def _inside(equation: JaxprEqn, results: Sequence[Var], saves: Saves) -> tuple[dict[Var, _Again], list[Any]]:
     """The results of a jitted function that its operands suffice for, with how they are made, and these operands."""
-    jaxpr, consts = opened(called(equation.params))
-    assert not consts
-    outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    jaxpr, _ = opened(called(equation.params))
     found = {var: _Again.of(jaxpr, [jaxpr.outvars[equation.outvars.index(var)]], saves) for var in results}
     # What is saved inside has no value outside.
-    found = {var: again for var, again in found.items() if set(again.leaves) <= outside.keys()}
-    return found, [outside[leaf] for again in found.values() for leaf in again.leaves]
+    found = {var: again for var, again in found.items() if {*again.leaves} <= {*jaxpr.constvars, *jaxpr.invars}}
+    outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    return found, [outside[leaf] for again in found.values() for leaf in again.leaves if leaf in outside]

@@ -81,6 +81,7 @@ def check_elementwise(tx: optax.GradientTransformation, kind: str) -> None:
 
 def parts_of(update: Callable[..., Any]) -> Iterator[str]:
     """The names of the functions that made the parts of a transformation, from its update function."""
+    update = inspect.unwrap(update)  # one that a recorder follows
     owner = getattr(update, "__self__", None)
     if isinstance(owner, optax.MultiSteps):
         yield from parts_of(owner._opt.update)

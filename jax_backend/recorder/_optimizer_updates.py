@@ -31,14 +31,18 @@ def following_optimizers() -> Iterator[None]:
     """A context in which optax's functions are followed."""
     own = inspect.getattr_static(optax.GradientTransformation, "update")
     init = inspect.getattr_static(optax.GradientTransformation, "init")
-    tapped = property(lambda self: functools.partial(_update, own.__get__(self)))
+
+    def tapped(self: optax.GradientTransformation) -> Callable:
+        # By `__wrapped__` its parts are still known (`jax_backend.optimizer`).
+        return functools.update_wrapper(functools.partial(_update, own.__get__(self)), own.__get__(self))
+
     noting = property(lambda self: functools.partial(_init, init.__get__(self)))
     with ExitStack() as stack:
         for owner, name, value in (
             (optax, "value_and_grad_from_state", value_and_grad_from_state),
             (optax, "apply_updates", apply_updates),
             (optax.GradientTransformation, "init", noting),
-            (optax.GradientTransformation, "update", tapped),
+            (optax.GradientTransformation, "update", property(tapped)),
             (optax.GradientTransformation, "__iter__", _unpacked),
             (optax.MultiSteps, "update", _multi_steps_update(optax.MultiSteps.update)),
         ):

@@ -249,7 +249,9 @@ def test_what_the_perturbed_runs_cannot_measure_of_an_update_is_not_judged(tmp_p
     made = synthetic.manifest(dtype="float32")
     a = synthetic.record(tmp_path / "a", made, tamper=cancels(0.0, 0.0))
     for i in range(1, 5):
-        synthetic.record(a.directory / perturbed_run_folder(i), made, tamper=both(jitter(i, 1e-6), cancels(i * 1e-12, i * 1e-4)))
+        synthetic.record(
+            a.directory / perturbed_run_folder(i), made, tamper=both(jitter(i, 1e-6), cancels(i * 1e-12, i * 1e-4))
+        )
     b = synthetic.record(tmp_path / "b", made, tamper=cancels(0.0, 1e-3))
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING, found.reason

@@ -13,6 +13,7 @@ from crossframe import MeshSpec
 from crossframe.errors import UnsupportedError, UsageError
 from jax_backend import apply_updates, make_mesh, shard, sharded_optimizer, unshard, value_and_grad
 from jax_backend.optimizer._known_transformations import LAYOUT_INDEPENDENT, check_elementwise, parts_of
+from jax_backend.recorder._optimizer_updates import following_optimizers
 from tests.on_jax.helpers.small import (
     ATOL,
     UNITS,
@@ -280,3 +281,10 @@ def test_one_optimizer_updates_parameters_on_several_meshes():
         found.append(unshard(updates))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_parts_of_an_optimizer_that_a_recorder_follows_are_known():
+    with following_optimizers():
+        check_elementwise(optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)), "flat")
+        with pytest.raises(UnsupportedError, match="scale_by_trust_ratio cannot update shards of layout 'flat'"):
+            check_elementwise(optax.lamb(1e-3), "flat")
