@@ -16,17 +16,17 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jax_backend.programs._jaxpr import CALLS, Evaluation, bind, manual_axes, opened, transformed
+from jax_backend.programs._jaxpr import CALLS, Evaluation, bind, inner_jaxprs, manual_axes, opened, transformed
 
 _ROUNDS = """
     dot_general conv_general_dilated reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
     div sqrt rsqrt cbrt pow exp exp2 expm1 log log1p tanh logistic erf erfc sin cos tan atan2
-    custom_jvp_call custom_vjp_call scan while cond
 """
-ROUNDING = frozenset(_ROUNDS.split())
-"""Primitives whose results depend on the implementation's rounding: sums, quotients, elementary functions, and primitives that
-hold functions. Not single additions and products, which round alike everywhere, and are too many to compile in reasonable
-time."""
+HOLDING = frozenset(["custom_jvp_call", "custom_vjp_call", "scan", "while", "cond"])
+"""Primitives that hold functions, whose results round if anything inside does."""
+ROUNDING = frozenset(_ROUNDS.split()) | HOLDING
+"""Primitives whose results depend on the implementation's rounding: sums, quotients, elementary functions, and `HOLDING`. Not
+single additions and products, which round alike everywhere, and are too many to compile in reasonable time."""
 _BLOCK = 512
 
 
@@ -79,7 +79,7 @@ class _Rounding(Evaluation):
             found = self._on_ranks(params, operands)
         else:
             found = bind(equation.primitive, equation.primitive.get_bind_params(params), operands)
-        return [self._moved(each) for each in found] if name in ROUNDING else found
+        return [self._moved(each) for each in found] if name in ROUNDING and _rounds(equation) else found
 
     def _reordered(self, operands: list[Any], numbers: Any) -> list[Any]:
         """The operands of the same product, with the terms of its sums in another order."""
@@ -115,6 +115,12 @@ class _Rounding(Evaluation):
         keys = _mixed(keys)
         away = (keys >> 31).astype(jnp.int8) - (keys >> 30 & 1).astype(jnp.int8)
         return _neighbour(array, away.astype(array.dtype))
+
+
+def _rounds(equation: core.JaxprEqn) -> bool:
+    """Whether an equation rounds, or anything inside of the functions that it holds."""
+    inside = [each for jaxpr in inner_jaxprs(equation) for each in jaxpr.eqns]
+    return any(map(_rounds, inside)) if inside else equation.primitive.name in ROUNDING - HOLDING
 
 
 @functools.cache
