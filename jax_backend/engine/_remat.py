@@ -174,13 +174,13 @@ def _forward(vjp: Callable, args: tuple[Any, ...], saves: Saves) -> tuple[Any, C
     closed, (shape, _) = jax.make_jaxpr(flat, return_shape=True)(*args)
     num_results = len(jax.tree.leaves(shape))
     results, residuals = closed.jaxpr.outvars[:num_results], closed.jaxpr.outvars[num_results:]
-    again = _Again.of(closed.jaxpr, residuals, saves)
-    found = eval_jaxpr(closed.jaxpr.replace(outvars=[*results, *again.leaves]), closed.consts, *jax.tree.leaves(args))
+    made = _Again.of(closed.jaxpr, residuals, saves)
+    found = eval_jaxpr(closed.jaxpr.replace(outvars=[*results, *made.leaves]), closed.consts, *jax.tree.leaves(args))
 
     def pullback(saved: list[Any], *cotangents: Any) -> Any:
         with jax.named_scope(_BACKWARD):
             # XLA should not merge what is made again with what forward made.
-            leaves = again.values(jax.lax.optimization_barrier(saved))
+            leaves = made.values(jax.lax.optimization_barrier(saved))
         return jax.tree.unflatten(of_pullback[0], leaves)(*cotangents)
 
     result = jax.tree.unflatten(jax.tree.structure(shape), found[:num_results])
@@ -192,6 +192,7 @@ class _Again:
     """How some values of a program are made again out of others.
 
     Attributes:
+        jaxpr: the program.
         wanted: the values.
         leaves: the variables that they are made from: given ones, and saved results.
         steps: the equations that make them, in order; of a jitted function, the results in question, each with how it is made.
