@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_backend.engine import _remat
 from jax_backend.engine._gather import Source, gather
-from jax_backend.engine._remat import value_and_grad
 from jax_backend.engine._step import Step, StepInputs, kept, params_of, probes_of, sources_of
 from jax_backend.mesh._device_mesh import data_axes, num_ranks, rank_partition
 from jax_backend.mesh._shard_map import mapped
@@ -48,7 +48,7 @@ def run_on_ranks(step: Step, sharded: ShardedParams, given: StepInputs) -> tuple
             return apply(full, {bucket.name: sources[bucket.name] for bucket in tree.stacked})
 
         if any(step.frees(tree).values()):
-            differentiate = value_and_grad(loss_of, step.saves(tree))
+            differentiate = _remat.value_and_grad(loss_of, step.saves(tree))
         else:
             differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         if step.late_gathers:

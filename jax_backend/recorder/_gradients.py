@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from crossframe.replacing import setting
+from jax_backend.engine import _remat
 from jax_backend.recorder._module_calls import reporting_modules
 from jax_backend.recorder._perturbed_rounding import rounded
 from jax_backend.recorder._script_session import Root, inside_update, seen_updates
@@ -28,7 +29,7 @@ from jax_backend.recorder._taps import (
 )
 from jax_backend.tree import path_name
 
-_value_and_grad = jax.value_and_grad
+_value_and_grad, _value_and_grad_of_ranks = jax.value_and_grad, _remat.value_and_grad
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class DifferentiatedFunction:
 
     Args:
         fun, argnums, has_aux, options: of `jax.value_and_grad`.
+        differentiate: called as `jax.value_and_grad` is.
     """
 
     fun: Callable
     argnums: int | Sequence[int]
     has_aux: bool
     options: dict[str, Any]
+    differentiate: Callable = _value_and_grad
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of JAX, and its tap without the interior."""
@@ -59,7 +62,7 @@ class DifferentiatedFunction:
                 stack.enter_context(collecting(traced(above, in_loss=True, paths=paths)))  # nothing in here is a step
                 return own(*args, **kwargs)
 
-        differentiated = _value_and_grad(rounded(fun), self.argnums, self.has_aux, **self.options)
+        differentiated = self.differentiate(rounded(fun), self.argnums, self.has_aux, **self.options)
         result = differentiated(*args, **kwargs)
         return result, self.tap(result, args, [])
 
@@ -77,7 +80,7 @@ class DifferentiatedFunction:
             loss, aux = result if self.has_aux else (result, None)
             return loss, (aux, pack(inside.taps, (), inside))
 
-        differentiated = _value_and_grad(rounded(fun), self.argnums, True, **self.options)
+        differentiated = self.differentiate(rounded(fun), self.argnums, True, **self.options)
         (loss, (aux, packed)), grads = differentiated(*args, **kwargs)
         result = ((loss, aux) if self.has_aux else loss), grads
         collector = innermost()
@@ -117,8 +120,16 @@ def _paths(tree: Any) -> dict[int, str]:
 def value_and_grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Any:
     """`jax.value_and_grad`."""
     real = _value_and_grad(fun, argnums, has_aux, **options)
-    step = DifferentiatedFunction(fun, argnums, has_aux, options)
+    return _followed(real, DifferentiatedFunction(fun, argnums, has_aux, options))
 
+
+def value_and_grad_of_ranks(fun: Any, saves: Any) -> Any:
+    """That of `jax_backend.value_and_grad` where units are resharded."""
+    step = DifferentiatedFunction(fun, (0, 1), True, {}, lambda fun, *_: _value_and_grad_of_ranks(fun, saves))
+    return _followed(_value_and_grad_of_ranks(fun, saves), step)
+
+
+def _followed(real: Any, step: DifferentiatedFunction) -> Any:
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         collector = innermost()

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from crossframe.replacing import replacing
-from jax_backend.recorder._gradients import grad, value_and_grad
+from jax_backend.engine import _remat
+from jax_backend.recorder._gradients import grad, value_and_grad, value_and_grad_of_ranks
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
@@ -55,6 +56,7 @@ class Patches:
             return self
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
+        replace(_remat, "value_and_grad", value_and_grad_of_ranks)
         replace(jax, "vmap", vmap)
         self._stack.enter_context(following_optimizers())
         return self

@@ -274,6 +274,31 @@ result = params
 """
 )
 
+RESHARDED = (
+    FUNCTIONS
+    + """
+import jax_backend
+from crossframe import MeshSpec
+mesh = jax_backend.make_mesh(MeshSpec(2), jax.devices()[:2])
+params = jax_backend.shard(params, mesh, units=("hidden",))
+optimizer = jax_backend.sharded_optimizer(optax.adamw(0.01))
+opt_state = optimizer.init(params)
+value_and_grad = jax_backend.value_and_grad(
+    lambda params, batch: loss_fn(params, batch["image"], batch["label"]), mesh, mode="MODE"
+)
+@jax.jit
+def step(params, opt_state, batch):
+    result = value_and_grad(params, batch)
+    grads = jax.tree.map(lambda grad: FAULT * grad, result.grads)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return jax_backend.apply_updates(params, updates), opt_state, result.loss
+for batch in batches:
+    params, opt_state, loss = step(params, opt_state, batch)
+result = params
+"""
+)
+"""A unit of jax_backend, whose parameters backward gathers again."""
+
 MAPPED = (
     FUNCTIONS
     + _MESH

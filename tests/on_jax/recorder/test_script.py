@@ -31,6 +31,7 @@ from tests.on_jax.helpers.scripts import (
     MAPPED_SCAN,
     RECORDED,
     REFUSED,
+    RESHARDED,
     SHARDED,
     TIED,
     TWO_CALLS,
@@ -101,6 +102,28 @@ def test_recorded_scripts_compute_the_same_bits_and_are_recorded(tmp_path, run, 
         assert [found.learning_rates(step)[0] for step in range(3)] == pytest.approx([0.01, 0.009, 0.008])
     if name not in MODULES:
         check_gradients(found, variables, 64 * float(PRECISION.get(name, np.finfo(np.float64).eps)))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+def test_a_script_with_units_of_jax_backend_is_recorded(tmp_path, run, mode):
+    text = RESHARDED.replace("MODE", mode)
+    wanted = plain(text)
+    status, variables = run(text)
+    assert status == 0
+    assert not differences(zip(wanted, jax.tree.leaves(variables["result"]), strict=True))
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3
+    batch, params = variables["batches"][0], variables["init"](jax.random.key(0))
+    loss, grads = jax.value_and_grad(variables["loss_fn"])(params, batch["image"], batch["label"])
+    assert found.losses()[0].mean() == pytest.approx(float(loss), rel=64 * np.finfo(np.float64).eps)
+    np.testing.assert_allclose(
+        found.full("reduce", 0, "shards.hidden.hidden.w"),
+        grads["hidden"]["w"],
+        rtol=0,
+        atol=64 * np.finfo(np.float64).eps,
+    )
+    assert run(text, "wrong", fault=1.01)[0] == 0
+    assert compare(found, Recording.open(tmp_path / "wrong")).verdict is Verdict.BUG
 
 
 BIASES = ["hidden.b", "out.b"]
