@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jax_backend.programs._jaxpr import JITTED, called, opened
+from jax_backend.programs._jaxpr import JITTED, called, inner_jaxprs, opened
 
 LAYOUT_PRIMITIVES = frozenset(
     {
@@ -101,9 +101,14 @@ ELEMENTWISE = frozenset(
 """Primitives of single elements, which XLA fuses into whatever reads their results."""
 
 
+def gathers(equation: JaxprEqn) -> bool:
+    """Whether an equation is an all-gather, or a shard_map that contains one."""
+    return any(each.primitive.name == "all_gather" for each in _parts(equation))
+
+
 def computes(equation: JaxprEqn) -> bool:
     """Whether an equation computes, and makes neither a gathered parameter nor a view."""
-    return equation.primitive.name != "all_gather" and equation.primitive.name not in LAYOUT_PRIMITIVES
+    return bool(_computed(equation))
 
 
 def sums(equation: JaxprEqn) -> bool:
@@ -112,7 +117,19 @@ def sums(equation: JaxprEqn) -> bool:
     Of an unrolled program XLA computes elementwise results again where backward reads them, instead of keeping them in memory. It
     cannot do so from one loop to another: all that is saved there is stored for each layer.
     """
-    return computes(equation) and equation.primitive.name not in ELEMENTWISE
+    return not _computed(equation) <= ELEMENTWISE
+
+
+def _computed(equation: JaxprEqn) -> set[str]:
+    """The primitives that compute, in an equation."""
+    return {each.primitive.name for each in _parts(equation)} - LAYOUT_PRIMITIVES - {"all_gather"}
+
+
+def _parts(equation: JaxprEqn) -> list[JaxprEqn]:
+    """An equation, or those inside of a shard_map, as around a gather next to model axes."""
+    if equation.primitive.name != "shard_map":
+        return [equation]
+    return [part for jaxpr in inner_jaxprs(equation) for each in jaxpr.eqns for part in _parts(each)]
 
 
 Saves = Callable[[JaxprEqn], bool]

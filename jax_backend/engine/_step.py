@@ -14,7 +14,7 @@ from crossframe.strategy import Strategy
 from crossframe.trace import ALL_GATHER
 from jax_backend.engine._gather import Reduction, Source
 from jax_backend.engine._loss_function import LossFunction, LossOutput, cast_batch
-from jax_backend.engine._remat import computes
+from jax_backend.engine._remat import computes, gathers
 from jax_backend.engine._scan import Stack, StackedLeaf
 from jax_backend.other_rounding import other_rounding
 from jax_backend.ranks._collectives import parts_of, scope_label
@@ -87,7 +87,7 @@ class Step:
         frees = self.frees(tree)
 
         def decide(equation: Any) -> bool:
-            if equation.primitive.name != "all_gather":
+            if computes(equation) or not gathers(equation):
                 return computes(equation)
             label = scope_label(ALL_GATHER, str(equation.source_info.name_stack))
             return label is None or not frees.get(parts_of(label)[0], False)

@@ -35,7 +35,7 @@ from jax_backend import (
     writeback,
 )
 from jax_backend.orbax import ShardedRestore, ShardedSave
-from tests.on_jax.helpers.small import ATOL, ITEMSIZE
+from tests.on_jax.helpers.small import ATOL, ITEMSIZE, wide
 from tests.on_jax.helpers.stacked import MODES
 from tests.on_jax.helpers.tensor_parallel import (
     ALONE,
@@ -242,3 +242,22 @@ def test_parameters_divided_over_an_axis_that_the_mesh_lacks_raise():
         value_and_grad(loss_fn, make_mesh(MeshSpec(2)))(sharded, tokens())
     with pytest.raises(LayoutError, match=r"expected model axes of the mesh, \[\], got .*model_axes="):
         shard(params(), make_mesh(MeshSpec(2)), dims=dims, model_partition=model_partition)
+
+
+def test_R14_backward_gathers_units_again_next_to_a_model_axis():
+    mesh = make_mesh(MeshSpec(2), model_axes={"tp": 2})
+    values = wide({"net": {"up": np.ones((4, 8)), "down": np.ones((8, 4))}, "head": np.ones((4, 2))})
+    sharded = shard(
+        values, mesh, units=("net",), model_partition=lambda spec: P(None, "tp") if spec.name == "net.up" else None
+    )
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["net"]["up"])
+        return (jnp.tanh(hidden @ params["net"]["down"]) @ params["head"]).mean()
+
+    found = trace_of(value_and_grad(loss, mesh), sharded, np.ones((4, 4)), mesh=mesh)
+    assert [(event.unit, event.phase) for event in found if event.kind == ALL_GATHER] == [
+        ("", "forward"),
+        ("net", "forward"),
+        ("net", "backward"),
+    ]
