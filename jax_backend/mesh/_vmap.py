@@ -30,6 +30,11 @@ _axes_of_ranks = ContextVar[tuple[str, ...]]("_axes_of_ranks", default=())
 """The axes that are mapped; none outside of `vmap_over_mesh`."""
 
 
+def mapped_ranks() -> tuple[str, ...]:
+    """The axes of the mesh that `vmap_over_mesh` maps around the function that is traced, outermost first."""
+    return _axes_of_ranks.get()
+
+
 def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """`fn` mapped over the ranks of a mesh: `jax.shard_map` with these arguments, by vmap."""
 

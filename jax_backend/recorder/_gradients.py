@@ -26,6 +26,7 @@ from jax_backend.recorder._taps import (
     pack,
     traced,
     unpacked,
+    value_of_ranks,
 )
 from jax_backend.tree import path_name
 
@@ -96,13 +97,13 @@ class DifferentiatedFunction:
         value, grads = result
         collector = innermost()
         assert collector is not None
-        loss = at_level(collector, value[0] if self.has_aux else value)
+        loss = value_of_ranks(collector, value[0] if self.has_aux else value)
         leaves = jax.tree_util.tree_flatten_with_path(self.diff(args))[0]
         names = tuple(path_name(path) for path, _ in leaves)
         shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(grads))
-        values: dict[str, Any] = {"loss": Value(loss), "diff": tuple(Value(leaf) for _, leaf in leaves)}
+        values: dict[str, Any] = {"loss": loss, "diff": tuple(Value(leaf) for _, leaf in leaves)}
         values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
-        values["inside"] = tuple(Value(at_level(collector, tap.values["array"].array)) for tap in inside)
+        values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in inside)
         return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside)), values)
 
 
@@ -127,6 +128,18 @@ def value_and_grad_of_ranks(fun: Any, saves: Any) -> Any:
     """That of `jax_backend.value_and_grad` where units are resharded."""
     step = DifferentiatedFunction(fun, (0, 1), True, {}, lambda fun, *_: _value_and_grad_of_ranks(fun, saves))
     return _followed(_value_and_grad_of_ranks(fun, saves), step)
+
+
+def loss_of_rank(own: Callable) -> Callable:
+    """`LossFunction.__call__`, whose modules are known by the paths of full parameters instead of those of shards."""
+
+    @functools.wraps(own)
+    def call(self: Any, params: Any, *args: Any) -> Any:
+        if (collector := innermost()) is not None and collector.in_loss:
+            collector.paths |= _paths(params)
+        return own(self, params, *args)
+
+    return call
 
 
 def _followed(real: Any, step: DifferentiatedFunction) -> Any:

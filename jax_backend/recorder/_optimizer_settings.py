@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,13 +57,13 @@ class Noted:
                 (names[path], tuple(leaf.shape)) for path, leaf in params.items() if names[path].isidentifier()
             }
 
-    def settings(self, params: Iterable[str] = ()) -> dict[str, Any]:
+    def settings(self, params: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         """For a manifest; empty unless the script has made one optimizer.
 
         Parameters that a mask exempts from decay are a group with decay 0, as in torch. If they are unknown, no decay is stated.
 
         Args:
-            params: names of the parameters.
+            params: names of the parameters in each leaf that the optimizer updates, by its path.
         """
         if len(self.optimizers) != 1:
             return {}
@@ -75,11 +75,15 @@ class Noted:
             found["betas"] = [float(given["b1"]), float(given["b2"])]
         if self.exempt is None:
             found.pop(_DECAY, None)
-        elif found.get(_DECAY) and (own := [name for name in params if any(is_in(name, each) for each in self.exempt)]):
+        elif found.get(_DECAY) and (own := self._among_exempt(params)):
             found[GROUPS] = [{"params": own, _DECAY: 0.0}]
         if len(self.clips) == 1 and _is_number(self.clips[0]):
             found["clip"] = float(self.clips[0])
         return found
+
+    def _among_exempt(self, params: Mapping[str, Sequence[str]]) -> list[str]:
+        exempt = self.exempt or ()
+        return [name for path, names in params.items() if any(is_in(path, each) for each in exempt) for name in names]
 
     def schedule(self) -> Callable | None:
         """The schedule of the learning rate, if the optimizer has one."""

@@ -20,6 +20,7 @@ from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
+from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
@@ -191,8 +192,9 @@ def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
         "before": _values_of(named, _floating(params)),
         "updates": _values_of(named, added),
     }
-    about = tuple(named), tuple(tuple(leaf.shape) for leaf in named.values())
-    collector.add([Tap(UPDATE, about, values)])
+    shapes = tuple(tuple(leaf.shape) for leaf in named.values())
+    structure = jax.tree.structure(reduced) if isinstance(reduced, ShardedParams) else None
+    collector.add([Tap(UPDATE, (tuple(named), shapes, structure), values)])
     return updates, after
 
 

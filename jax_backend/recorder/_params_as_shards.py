@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from crossframe.layout import Layout, PerParamLayout, Piece
 from crossframe.param_map import MapEntry, ParamMap
@@ -28,13 +29,18 @@ class ShardPieces:
     """The ranks' pieces of ShardedParams, by canonical name. Each layer of a stacked unit is a unit with the name of torch's list
     of blocks. Parameters that are sharded on another dim than the first are recorded by rows.
 
+    Args:
+        sharded: the parameters that are recorded, with or without frozen ones.
+
     Attributes:
         grid: the ranks.
         units: (unit, layout), the root first.
     """
 
     def __init__(self, sharded: ShardedParams) -> None:
-        mesh, self.tree = mesh_of(sharded), sharded.tree
+        mesh = mesh_of(sharded)
+        present = tuple(bucket for bucket in sharded.tree.buckets if bucket.name in sharded.buckets)
+        self.tree = replace(sharded.tree, buckets=present)
         for rank in range(num_ranks(mesh)):
             check_in_one_process(mesh, rank)
         self.grid = Grid(mesh_spec(mesh), tuple(device_of(mesh, rank) for rank in range(num_ranks(mesh))), mesh)
@@ -46,6 +52,7 @@ class ShardPieces:
     def pieces(self, values: ShardedParams) -> dict[int, Pieces]:
         """The pieces of each rank of this process of parameters, gradients or optimizer state."""
         found: dict[int, Pieces] = {rank: {} for rank in self.grid.here}
+        values = self._placed(values)
         for name, arrays in values.buckets.items():
             if (bucket := self.tree.by_name[name]).by_rows:
                 continue
@@ -119,16 +126,34 @@ class ShardPieces:
         values = [changed[owners.get(path, path)] for path in leaves]
         return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
 
-    def row(self, value: Any, rank: int) -> np.ndarray:
-        """A rank's row of an array with a leading dim of ranks."""
-        return self.grid.rows(value, rank)[0]
+    def _placed(self, values: ShardedParams) -> ShardedParams:
+        """Values on the devices of their shards. XLA may have placed those elsewhere that it computed by itself."""
+        mesh = self.grid.mesh
 
-    def unsharded(self, params: Mapping[str, Any], rank: int) -> dict[str, dict[str, np.ndarray]]:
+        def placed(at: NamedSharding, array: Any) -> Any:
+            # Replicas may differ: an array that is in its place is not moved.
+            return array if array.sharding.is_equivalent_to(at, array.ndim) else jax.device_put(array, at)
+
+        return ShardedParams.of(
+            values.tree,
+            {
+                name: jax.tree.map(placed, self.tree.by_name[name].shardings(mesh), arrays)
+                for name, arrays in values.buckets.items()
+            },
+        )
+
+    def row(self, value: Any, rank: int) -> np.ndarray:
+        """A rank's part of an activation: its row of an array with a leading dim of ranks, or what a dict by rank has."""
+        return value[rank] if isinstance(value, Mapping) else self.grid.rows(value, rank)[0]
+
+    def unsharded(self, params: ShardedParams | Mapping[str, Any], rank: int) -> dict[str, dict[str, np.ndarray]]:
         """Full parameters in canonical shapes as a rank of this process has them, by unit and name.
 
         Args:
-            params: leaves by path, with a leading dim of ranks, without those that are not known.
+            params: the shards; or the leaves by path, with a leading dim of ranks, without those that are not known.
         """
+        if isinstance(params, ShardedParams):
+            return self._gathered(params, rank)
         leaves = {path: self.row(leaf, rank) for path, leaf in params.items()}
         found: dict[str, dict[str, np.ndarray]] = {}
         for bucket in self.tree.buckets:
@@ -146,6 +171,16 @@ class ShardPieces:
         for (unit, layout), each in zip(self._units[bucket], lines, strict=True):
             views = self.tree.views(bucket, each).values()
             found.setdefault(unit, {}).update(zip((spec.name for spec in layout.params), views, strict=True))
+        return found
+
+    def _gathered(self, params: ShardedParams, rank: int) -> dict[str, dict[str, np.ndarray]]:
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for name, arrays in params.buckets.items():
+            bucket = self.tree.by_name[name]
+            full = bucket.to_params(jax.tree.map(lambda array: self.grid.copies(array)[rank], arrays))
+            layers = zip(*(bucket.layers.split(np.asarray(full[each])) for each in bucket.indices), strict=True)
+            for (unit, layout), own in zip(self._units[name], layers, strict=True):
+                found.setdefault(unit, {}).update(zip((spec.name for spec in layout.params), own, strict=True))
         return found
 
     def _specs(self, bucket: str) -> Iterator[ParamSpec]:
@@ -186,10 +221,15 @@ def _names(bucket: Bucket, name: str) -> list[str]:
     return [rename(name) for rename in bucket.layers.renames(bucket.unit)]
 
 
+def names_by_path(tree: ParamTree) -> dict[str, list[str]]:
+    """The names in a recording of the parameters in each of the user's leaves, by its path."""
+    names = {path: tree.entry(path).name for path in tree.paths}
+    return {path: _names(tree.bucket_of[name], name) for path, name in names.items()}
+
+
 def _map_by_layer(tree: ParamTree) -> ParamMap:
-    return ParamMap(
-        tuple(each for entry in tree.param_map.entries for each in _entries(tree.bucket_of[entry.name], entry))
-    )
+    entries = (entry for entry in tree.param_map.entries if entry.name in tree.bucket_of)
+    return ParamMap(tuple(each for entry in entries for each in _entries(tree.bucket_of[entry.name], entry)))
 
 
 def _entries(bucket: Bucket, entry: MapEntry) -> Sequence[MapEntry]:

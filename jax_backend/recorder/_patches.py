@@ -11,7 +11,8 @@ import jax
 
 from crossframe.replacing import replacing
 from jax_backend.engine import _remat
-from jax_backend.recorder._gradients import grad, value_and_grad, value_and_grad_of_ranks
+from jax_backend.engine._loss_function import LossFunction
+from jax_backend.recorder._gradients import grad, loss_of_rank, value_and_grad, value_and_grad_of_ranks
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
@@ -57,6 +58,7 @@ class Patches:
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
         replace(_remat, "value_and_grad", value_and_grad_of_ranks)
+        replace(LossFunction, "__call__", loss_of_rank(LossFunction.__call__))
         replace(jax, "vmap", vmap)
         self._stack.enter_context(following_optimizers())
         return self

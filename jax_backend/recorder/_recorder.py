@@ -34,7 +34,7 @@ from jax_backend.recorder._combined_grads import combined
 from jax_backend.recorder._device_ranks import Grid, are_rows_of
 from jax_backend.recorder._manifest import About, begun, check_directory, kept, manifest_of
 from jax_backend.recorder._model_state import ByRank, state_by_rank, statistics_of_ranks
-from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module
+from jax_backend.recorder._modules import check_channels_last, describe_modules, is_module, module_paths
 from jax_backend.recorder._observed_loss import Interior, programs_of
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._params_as_arrays import ArrayPieces
@@ -271,8 +271,19 @@ class Recorder:
         """Add state of the model that is no parameter: that before the first step, and that after the step."""
         self._initial_state, self._model_state = initial or self._initial_state, after
 
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Canonical names of the parameters."""
+        return tuple(self._source.param_map.by_name)
+
+    @functools.cached_property
+    def module_names(self) -> Mapping[str, str]:
+        """Canonical names of modules, by path."""
+        units = [unit for unit, _ in self._source.units]
+        return {path: name for name, path in module_paths(self._source.param_map, filter(None, units)).items()}
+
     def _state_by_rank(self, state: PyTree) -> ByRank:
-        names = list(self._source.param_map.by_name)
+        names = self.param_names
         by_rank = isinstance(self._source, ShardPieces)
         return state_by_rank(state, self._source.grid, names, by_rank=by_rank)
 

@@ -1,6 +1,6 @@
 """The interiors of the gradients of a script: what each rank's modules computed of its samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,15 +8,18 @@ from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._module_calls import canonical_module
-from jax_backend.recorder._script_turns import Turn
+from jax_backend.recorder._script_turns import Model, Turn
 from jax_backend.recorder._taps import Tap, Value
 
 
-def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str) -> Iterator[ArrayInterior]:
+def interiors_of(
+    turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[str, str]
+) -> Iterator[ArrayInterior]:
     """The interior of each microbatch of a turn, in order, without activations of the parts of a batch that is cut.
 
     Args:
-        params: of all models, by the names that they have in the recording.
+        params: of all models, as the recorder has them.
+        names: canonical names of modules by path, where they differ.
         lead: what precedes the names of this model there, if there are other models. Then modules of these are left out.
     """
     parts = [each.microbatches for each in turn.gradients]
@@ -25,7 +28,9 @@ def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str) -> Iterator[Arr
     for gradient, own in zip(turn.gradients, parts, strict=True):
         if len(gradient.tap.scans) < 2:
             for i, batch in enumerate(own):
-                yield ArrayInterior(params, _activations(gradient.tap, i, batch, grid, turn.model.names, cut, lead))
+                found = _activations(gradient.tap, i, batch, grid, turn.model, cut, lead)
+                found = {(names.get(module, module), use): value for (module, use), value in found.items()}
+                yield ArrayInterior(params, Activations(tuple(found.values()), tuple(found)))
         elif lead:
             yield ArrayInterior(params, Activations((), ()))
 
@@ -57,15 +62,13 @@ class _Cut:
 
 
 def _activations(
-    tap: Tap, microbatch: int, batch: Sequence[Any], grid: Grid, names: Sequence[str], cut: _Cut | None, lead: str
-) -> Activations:
-    """The activations of a microbatch.
-
-    Args:
-        names: of the parameters of the model.
-    """
+    tap: Tap, microbatch: int, batch: Sequence[Any], grid: Grid, model: Model, cut: _Cut | None, lead: str
+) -> dict[tuple[str, str], Any]:
+    """The activations of a microbatch, by module and use."""
     paths, _, about = tap.about
-    owners = {name[:i] for name in names for i in range(len(name)) if name[i] == "."} | {""}
+    if model.tree is not None:  # it is differentiated by shards, in which no module is
+        paths = model.paths
+    owners = {name[:i] for name in model.paths for i in range(len(name)) if name[i] == "."} | {""}
     found: dict[tuple[str, str], Any] = {}
     for (raw, use), value in zip(about, tap.values["inside"], strict=True):
         array = value.array
@@ -73,8 +76,8 @@ def _activations(
             array = array[:, microbatch] if value.by_rank else array[microbatch]
         if cut is not None and not value.by_rank and cut.has_part(array):
             continue
-        module = canonical_module(raw, paths, names)
+        module = canonical_module(raw, paths, model.paths)
         if not lead or module in owners:
             of_rank = by_rank(Value(array, value.by_rank), batch, grid)
             found.setdefault((f"{lead}{module}".removesuffix("."), use), of_rank)
-    return Activations(tuple(found.values()), tuple(found))
+    return found

@@ -214,7 +214,7 @@ class Steps:
 
     def _model_of(self, update: Tap, originals: Mapping[int, Any]) -> Model:
         """The model that is updated. Before all are known, it may be a new one."""
-        alike = [model for model in self._models if (model.names, model.shapes) == update.about]
+        alike = [model for model in self._models if (model.names, model.shapes) == update.about[:2]]
         if len(alike) == 1 and self._are_all_known:
             return alike[0]
         own = arrays_of(update, ("before", "state_before"), originals).keys()
@@ -372,16 +372,19 @@ class Steps:
                     f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
-            initial = ((name, _placed(value.array, placed[name].array)) for name, value in before.items())
+            initial = OrderedDict(
+                (name, _placed(value.array, placed[name].array)) for name, value in before.items()
+            )
             num_gradients = sum(len(each.microbatches) for each in gradients)
             dtype = compute_dtype(value for each in gradients for value in each.tap.values["inside"])
-            self.recorder = self._begin(OrderedDict(initial), dtype, num_gradients, len(leads) > 1)
+            self.recorder = self._begin(self._as_trained(initial), dtype, num_gradients, len(leads) > 1)
         grid = self.recorder.grid
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         parts_of_step = {tuple(map(id, part)): part for each in gradients for part in each.microbatches}
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
+            names = self.recorder.module_names
             for turn in step.turns:
-                for interior in interiors_of(turn, values, grid, leads[turn.model]):
+                for interior in interiors_of(turn, self._as_trained(values), grid, leads[turn.model], names):
                     self.recorder.add_interior(interior)
         if records and len(leads) == 1:
             self._add_state(step)
@@ -399,8 +402,8 @@ class Steps:
             grads = self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()})
         self.recorder.step(
             loss=_loss(step.loss, grid),
-            params=self._known({model: self._part_of(after, model) for model in last}),
-            grads=grads,
+            params=self._as_trained(self._known({model: self._part_of(after, model) for model in last})),
+            grads=self._as_trained(grads),
             opt_state=state,
             batch=batches,
             learning_rate=rate,
@@ -422,17 +425,25 @@ class Steps:
         known = {model: each if _arrays(each) is not None else OrderedDict() for model, each in of_models.items()}
         return _arrays(self._all(known)) or None
 
+    def _as_trained(self, values: "OrderedDict[str, Any] | None") -> Any:
+        """Values of all models as the recorder takes them: as ShardedParams, if the script trains these alone, or by name."""
+        structure = self._models[0].structure if len(self._models) == 1 else None
+        return values if values is None or structure is None else jax.tree.unflatten(structure, values.values())
+
     def _add_state(self, step: _Step) -> None:
         """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
         assert self.recorder is not None
-        grid, names = self.recorder.grid, self._models[0].names
+        grid, names = self.recorder.grid, self.recorder.param_names
+        is_sharded = self._models[0].tree is not None
 
         def by_rank(state: Mapping[str, Value]) -> ByRank:
-            return {
-                name: of_ranks(state[path].array, grid, by_rank=state[path].by_rank)
-                for path, name in canonical_names(state, names).items()
-                if not is_gone(state[path].array)
-            }
+            found = {}
+            for path, name in canonical_names(state, names).items():
+                array = state[path].array
+                if not is_gone(array):
+                    has_ranks = state[path].by_rank or (is_sharded and _has_row_of_each_rank(array, grid))
+                    found[name] = of_ranks(array, grid, by_rank=has_ranks)
+            return found
 
         after = by_rank(step.model_state)
         initial, self._initial_state = self._initial_state, {}
@@ -447,6 +458,13 @@ class Steps:
             losses.append((number, _loss(turn.loss, self.recorder.grid)))
             forwards |= {f"{self._leads[turn.model]}{name}": number for name in turn.model.names}
         self.recorder.add_turns(forwards, losses)
+
+
+def _has_row_of_each_rank(array: Any, grid: Grid) -> bool:
+    """Whether an array has a leading dim of ranks, each of which has its own row, as `jax_backend.per_rank` makes it."""
+    if not isinstance(array, jax.Array) or not array.ndim or array.shape[0] != grid.spec.world_size:
+        return False
+    return array.sharding.shard_shape(array.shape) == (1, *array.shape[1:])
 
 
 def _known(values: Mapping[str, Value]) -> dict[str, Value]:

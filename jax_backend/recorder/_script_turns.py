@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec
 
 from crossframe.errors import UsageError
 from jax_backend.recorder._taps import Tap, Value
+from jax_backend.shards._param_tree import ParamTree
+from jax_backend.shards._sharded_params import ShardedParams
 
 _jit, _shard_map = jax.jit, jax.shard_map
 
@@ -156,7 +158,8 @@ class Model:
     """Parameters that one optimizer of the script updates.
 
     Attributes:
-        names, shapes: of the parameters.
+        names, shapes: of the parameters, as the optimizer has them.
+        structure: of ShardedParams; None: the parameters are any other pytree.
         is_added_by_optax: whether a function of optax has added its updates.
         update: one whose parameters are not known yet, and which may be one of several small ones; `gradients` are its.
         open_turn: one of which only the parameters after it are not known.
@@ -169,7 +172,7 @@ class Model:
     """
 
     def __init__(self, update: Tap) -> None:
-        self.names, self.shapes = update.about
+        self.names, self.shapes, self.structure = update.about
         self.is_added_by_optax = False
         self.update: Tap | None = None
         self.update_in_scan = False
@@ -180,6 +183,19 @@ class Model:
         self.num_turns = 0
         self.arrays: dict[int, Any] = {}
         self.first_params: dict[int, Any] = {}
+
+    @functools.cached_property
+    def tree(self) -> ParamTree | None:
+        """That of ShardedParams."""
+        if self.structure is None:
+            return None
+        sharded: ShardedParams = jax.tree.unflatten(self.structure, self.names)
+        return sharded.tree
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of its parameters in the loss function, which gets full parameters instead of shards."""
+        return self.names if self.tree is None else self.tree.paths
 
     def matching(self, params: Mapping[str, Value]) -> Params | None:
         """The parameters of this model among others, by names or else by order; None if their shapes are others, or unknown."""

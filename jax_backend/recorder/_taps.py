@@ -27,6 +27,7 @@ from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.sharding import SingleDeviceSharding
 
 from crossframe.replacing import setting
+from jax_backend.mesh._vmap import mapped_ranks
 from jax_backend.tree import is_key
 
 
@@ -252,15 +253,36 @@ def traced(above: Collector, inputs: Any = (), **options: Any) -> Collector:
 def at_level(collector: Collector, value: Any) -> Any:
     """A value of the current trace as a value of the collector's, with leading dims for the vmaps between them; None if there is
     anything else between them."""
+    return _raised(collector, value, ())
+
+
+def value_of_ranks(collector: Collector, array: Any) -> Value:
+    """`at_level`. Axes of `jax_backend`'s vmaps over ranks have one leading dim together."""
+    ranks = mapped_ranks()
+    return Value(_raised(collector, array, ranks), bool(ranks))
+
+
+def _raised(collector: Collector, value: Any, ranks: Collection[str]) -> Any:
+    """`at_level`.
+
+    Args:
+        ranks: axes that have one leading dim together, also if the value is the same for all of them.
+    """
     trace = core.trace_ctx.trace
+    has_ranks = False
     while trace is not collector.trace and not (collector.trace is None and isinstance(trace, core.EvalTrace)):
         if not isinstance(trace, BatchTrace):
             return None
-        trace = trace.parent_trace
-    while isinstance(value, BatchTracer) and value._trace is not trace:
-        size, dim = value.val, value.batch_dim
-        with core.set_current_trace(value._trace.parent_trace):
-            value = jnp.moveaxis(size, dim, 0) if dim else size
+        axis, parent = trace.axis_data, trace.parent_trace
+        with core.set_current_trace(parent):
+            if isinstance(value, BatchTracer) and value._trace is trace:
+                value = value.val if value.batch_dim is None else jnp.moveaxis(value.val, value.batch_dim, 0)
+            elif axis.name in ranks:
+                value = jnp.broadcast_to(value, (axis.size, *value.shape))
+            if axis.name in ranks:
+                value = value.reshape(-1, *value.shape[2:]) if has_ranks else value
+                has_ranks = True
+        trace = parent
     return value
 
 

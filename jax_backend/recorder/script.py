@@ -44,6 +44,7 @@ from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._params_as_arrays import placed_like
+from jax_backend.recorder._params_as_shards import names_by_path
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_session import Differentiated, JittedFunction, Root
@@ -63,6 +64,7 @@ from jax_backend.recorder._taps import (
     merged,
     unpacked,
 )
+from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
 _MOST_BYTES = 4 * 2**30
@@ -460,7 +462,14 @@ class ScriptRecorder:
     def _begin(
         self, params: Any, dtype: str | None, num_gradients: int | None = None, several: bool = False
     ) -> Recorder:
-        stated: dict[str, Any] = {} if self.forward_only else noted.settings(params)
+        """Make the recorder.
+
+        Args:
+            params: ShardedParams, or by name.
+        """
+        is_sharded = isinstance(params, ShardedParams)
+        names = names_by_path(params.tree) if is_sharded else {name: [name] for name in params}
+        stated: dict[str, Any] = {} if self.forward_only else noted.settings(names)
         options: dict[str, Any] = {"dtype": dtype, **self._options}
         stated[PROGRAM] = program(compiled=self._is_compiled)
         if num_gradients is not None:  # not of forward alone
@@ -479,10 +488,10 @@ class ScriptRecorder:
             recorder.began_with(params)
         described = self._root.described
         if not several:  # those of the first model, whose names it has
-            recorder.modules = {
-                canonical_module(raw, described.paths, params) or "(root)": text
-                for raw, text in described.modules.items()
-            }
+            paths = names if is_sharded else described.paths
+            for raw, text in described.modules.items():
+                path = canonical_module(raw, paths, names)
+                recorder.modules[recorder.module_names.get(path, path) or "(root)"] = text
         return recorder
 
     def _stepped(self, loss: Any) -> None:

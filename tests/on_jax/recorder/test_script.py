@@ -117,7 +117,7 @@ def test_a_script_with_units_of_jax_backend_is_recorded(tmp_path, run, mode):
     loss, grads = jax.value_and_grad(variables["loss_fn"])(params, batch["image"], batch["label"])
     assert found.losses()[0].mean() == pytest.approx(float(loss), rel=64 * np.finfo(np.float64).eps)
     np.testing.assert_allclose(
-        found.full("reduce", 0, "shards.hidden.hidden.w"),
+        found.full("reduce", 0, "hidden.w"),
         grads["hidden"]["w"],
         rtol=0,
         atol=64 * np.finfo(np.float64).eps,
