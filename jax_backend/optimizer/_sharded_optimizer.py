@@ -140,7 +140,7 @@ class _OnParams:
         extra = {key: _named(value) if isinstance(value, ShardedParams) else value for key, value in extra.items()}
         given = _stripped(state, jax.eval_shape(self._tx.init, named), self._tree)
         updates, state = self._tx.update(named, given, None if params is None else _named(params), **extra)  # type: ignore[arg-type]
-        return _unnamed(updates, self._tree), _padded(state, self._tree)  # type: ignore[arg-type]
+        return to_shards(updates, self._tree), _padded(state, self._tree)  # type: ignore[arg-type]
 
 
 def apply_updates(params: ShardedParams, updates: ShardedParams) -> ShardedParams:
@@ -169,7 +169,8 @@ def _named(params: ShardedParams) -> dict[str, jax.Array]:
     return found
 
 
-def _unnamed(named: Mapping[str, Any], tree: ParamTree) -> ShardedParams:
+def to_shards(named: Mapping[str, Any], tree: ParamTree) -> ShardedParams:
+    """Shards of the trained parameters, from their values in the user's shapes by path."""
     shards: dict[str, Any] = {}
     for bucket in tree.trainable:
         entries = {name: tree.param_map.by_name[name] for name in bucket.indices}

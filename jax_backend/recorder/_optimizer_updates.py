@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from crossframe.replacing import replacing, setting
+from jax_backend.optimizer._sharded_optimizer import to_shards
 from jax_backend.recorder._gradients import DifferentiatedFunction
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
@@ -25,6 +26,7 @@ from jax_backend.tree import is_floating, path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
 _multi_steps: ContextVar[Any] = ContextVar("multi_steps", default=None)
+"""The `optax.MultiSteps` that runs, the gradients that it gets, and its state."""
 
 
 @contextmanager
@@ -181,9 +183,9 @@ def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
         if (
             isinstance(collector, Root) or collector.detail
         ):  # what its optimizer gets, if this is the last of the small steps
-            reduced = jax.tree.map(
-                lambda grad, acc: accumulates._acc_update(grad, acc, n_acc=state.mini_step), grads, state.acc_grads
-            )
+            reduced = _accumulated(*accumulates)
+            if isinstance(grads, ShardedParams) and not isinstance(reduced, ShardedParams):
+                reduced = to_shards(reduced, grads.tree)
     named = _floating(reduced)
     values |= {
         "grads": tuple(Value(leaf) for leaf in named.values()),
@@ -198,6 +200,13 @@ def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
     return updates, after
 
 
+def _accumulated(optimizer: Any, grads: Any, state: Any) -> Any:
+    """The gradients that the optimizer of a MultiSteps gets, if these are the last."""
+    return jax.tree.map(
+        lambda grad, acc: optimizer._acc_update(grad, acc, n_acc=state.mini_step), grads, state.acc_grads
+    )
+
+
 def _values_of(names: Iterable[str], found: Mapping[str, Any]) -> tuple[Value, ...]:
     """The values of these names in their order; none if any is missing."""
     return tuple(Value(found[name]) for name in names) if all(name in found for name in names) else ()
@@ -207,7 +216,7 @@ def _multi_steps_update(own: Callable) -> Callable:
     @functools.wraps(own)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-            _multi_steps.set(self)
+            _multi_steps.set((self, grads, state))
             return own(self, grads, state, params, **extra)
 
         return call(*args, **kwargs) if inside_update.get() else _update(call, *args, **kwargs)

@@ -211,7 +211,8 @@ class Recorder:
             units = [unit for unit, _ in self._source.units]
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
         self._initial_state = self._state_by_rank(model_state)
-        self._statistics: list[str] = []
+        # Modules that normalise over the samples of their own rank.
+        self.per_rank_statistics: list[str] = []
         self._step, self._closed = 0, False
         self._pending: list[tuple[int, StepData]] = []
         self._begin_step()
@@ -552,7 +553,7 @@ class Recorder:
             self._num_microbatches += 1
             result = program(*args, **kwargs)
             if self._writers is None:
-                self._statistics = statistics_of_ranks(result.state)
+                self.per_rank_statistics = statistics_of_ranks(result.state)
             if self.is_dense():
                 inside = result if one_program else dense(*args, **kwargs)
                 self._interiors.append(inside.aux[1])
@@ -575,8 +576,8 @@ class Recorder:
         manifest = self._manifest
         if manifest is None:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
-            if self._statistics:
-                says[PER_RANK] = self._statistics
+            if self.per_rank_statistics:
+                says[PER_RANK] = self.per_rank_statistics
             manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says))
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._writers.state_environment(self.modules)

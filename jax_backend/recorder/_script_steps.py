@@ -22,7 +22,7 @@ import numpy as np
 from crossframe.errors import UsageError
 from jax_backend.recorder._array_interior import compute_dtype
 from jax_backend.recorder._device_ranks import Grid
-from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks
+from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks, statistics_of_ranks
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, rates_in
@@ -290,7 +290,10 @@ class Steps:
         if "mini_step" in update.values and int(_of_a_rank(update.values["mini_step"])):
             return None
         losses = [_mean(each.tap) for each in gradients]
-        loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
+        if model.tree is not None and any(each.is_local for each in gradients):
+            loss = sum(loss * each.num_microbatches for loss, each in zip(losses, gradients, strict=True))
+        else:
+            loss = sum(losses[1:], losses[0]) / len(losses) if len(losses) > 1 else losses[0]
         own = {id(each) for each in gradients}
         self._gradients = [] if self._is_alone else [each for each in self._gradients if id(each) not in own]
         model.num_turns += 1
@@ -434,16 +437,19 @@ class Steps:
         """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
         assert self.recorder is not None
         grid, names = self.recorder.grid, self.recorder.param_names
-        is_sharded = self._models[0].tree is not None
+        if self._models[0].tree is not None:
+            step.model_state = _with_ranks(step.model_state, grid)
+            self._initial_state = _with_ranks(self._initial_state, grid)
+        if self._initial_state:  # the first step
+            of_each = {path: value.array for path, value in step.model_state.items() if value.by_rank}
+            self.recorder.per_rank_statistics = statistics_of_ranks(of_each)
 
         def by_rank(state: Mapping[str, Value]) -> ByRank:
-            found = {}
-            for path, name in canonical_names(state, names).items():
-                array = state[path].array
-                if not is_gone(array):
-                    has_ranks = state[path].by_rank or (is_sharded and _has_row_of_each_rank(array, grid))
-                    found[name] = of_ranks(array, grid, by_rank=has_ranks)
-            return found
+            return {
+                name: of_ranks(state[path].array, grid, by_rank=state[path].by_rank)
+                for path, name in canonical_names(state, names).items()
+                if not is_gone(state[path].array)
+            }
 
         after = by_rank(step.model_state)
         initial, self._initial_state = self._initial_state, {}
@@ -460,11 +466,15 @@ class Steps:
         self.recorder.add_turns(forwards, losses)
 
 
-def _has_row_of_each_rank(array: Any, grid: Grid) -> bool:
-    """Whether an array has a leading dim of ranks, each of which has its own row, as `jax_backend.per_rank` makes it."""
-    if not isinstance(array, jax.Array) or not array.ndim or array.shape[0] != grid.spec.world_size:
-        return False
-    return array.sharding.shard_shape(array.shape) == (1, *array.shape[1:])
+def _with_ranks(state: Mapping[str, Value], grid: Grid) -> dict[str, Value]:
+    """State that `jax_backend` steps carry: arrays of which each rank has one row, as `per_rank` makes them."""
+
+    def has_ranks(array: Any) -> bool:
+        if is_gone(array) or not isinstance(array, jax.Array) or array.shape[:1] != (grid.spec.world_size,):
+            return False
+        return array.sharding.shard_shape(array.shape) == (1, *array.shape[1:])
+
+    return {path: Value(value.array, value.by_rank or has_ranks(value.array)) for path, value in state.items()}
 
 
 def _known(values: Mapping[str, Value]) -> dict[str, Value]:

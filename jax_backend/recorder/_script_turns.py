@@ -9,6 +9,7 @@ having been seen.
 """
 
 import functools
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,11 @@ USE_RECORDER = """record from inside the script:
             ...                                   # loss, grads, updates: as before
             recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
 
+_SHARDS = "shards."
+"""The beginning of the paths of trained shards in ShardedParams."""
+_OF_SHARDS, _OF_PROBES = "0.", "1."
+"""The beginnings of the paths of what a step of `jax_backend.value_and_grad` differentiates: the shards, and probes of each rank's
+own gradients."""
 Params = OrderedDict[str, Value]
 """Parameters by name."""
 
@@ -63,6 +69,17 @@ class Gradient:
         grads = (value.array for value in values.pop("own_grads"))
         kept = tuple(weakref.ref(grad) for grad in grads if isinstance(grad, jax.Array))
         return cls(replace(tap, values=values), batch, kept, arrays_of(tap, ("diff",), originals))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is each rank's own, of a step of ShardedParams with `reduces=False`. Such gradients are added up, and the loss
+        function divides by their number."""
+        return any(name.startswith(_OF_PROBES) for name in self.tap.about[0])
+
+    @property
+    def num_microbatches(self) -> int:
+        """How often it is taken: a scan may do so for each microbatch."""
+        return math.prod(scan.length for scan in self.tap.scans)
 
     @property
     def microbatches(self) -> list[Sequence[Any]]:
@@ -192,6 +209,11 @@ class Model:
         sharded: ShardedParams = jax.tree.unflatten(self.structure, self.names)
         return sharded.tree
 
+    @functools.cached_property
+    def of_ranks(self) -> set[str]:
+        """The paths of its shards among the arguments of a step of `jax_backend.value_and_grad`."""
+        return {f"{_OF_SHARDS}{name.removeprefix(_SHARDS)}" for name in self.names}
+
     @property
     def paths(self) -> Sequence[str]:
         """The paths of its parameters in the loss function, which gets full parameters instead of shards."""
@@ -217,6 +239,8 @@ class Model:
         given = {id(value.array) for value in self.update.values["grads"] if value.array is not None}
         if own := [each for each in gradients if any(id(grad()) in given for grad in each.grads)]:
             return own
+        if self.tree is not None:  # gradients of ranks have other shapes than those of all ranks
+            return [each for each in gradients if self.of_ranks <= set(each.tap.about[0])]
         shapes = sorted(self.shapes)
         alike = [each for each in gradients if sorted(each.tap.about[1]) == shapes]
         if not is_alone and any(each.at.keys() & self.arrays.keys() for each in alike):
