@@ -12,9 +12,7 @@ from jax_backend.recorder._script_turns import Model, Turn
 from jax_backend.recorder._taps import Tap, Value
 
 
-def interiors_of(
-    turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[str, str]
-) -> Iterator[ArrayInterior]:
+def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[str, str]) -> Iterator[ArrayInterior]:
     """The interior of each microbatch of a turn, in order, without activations of the parts of a batch that is cut.
 
     Args:

@@ -375,9 +375,7 @@ class Steps:
                     f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
                     f"them to the jitted function, or {USE_RECORDER}"
                 )
-            initial = OrderedDict(
-                (name, _placed(value.array, placed[name].array)) for name, value in before.items()
-            )
+            initial = OrderedDict((name, _placed(value.array, placed[name].array)) for name, value in before.items())
             num_gradients = sum(len(each.microbatches) for each in gradients)
             dtype = compute_dtype(value for each in gradients for value in each.tap.values["inside"])
             self.recorder = self._begin(self._as_trained(initial), dtype, num_gradients, len(leads) > 1)

@@ -41,8 +41,7 @@ USE_RECORDER = """record from inside the script:
 _SHARDS = "shards."
 """The beginning of the paths of trained shards in ShardedParams."""
 _OF_SHARDS, _OF_PROBES = "0.", "1."
-"""The beginnings of the paths of what a step of `jax_backend.value_and_grad` differentiates: the shards, and probes of each rank's
-own gradients."""
+"""The beginnings of the paths of what `jax_backend.value_and_grad` differentiates: shards, and probes of local gradients."""
 Params = OrderedDict[str, Value]
 """Parameters by name."""
 
@@ -72,7 +71,7 @@ class Gradient:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is each rank's own, of a step of ShardedParams with `reduces=False`. Such gradients are added up, and the loss
+        """Whether it is each rank's own, of a step of ShardedParams with `reduces=False`. Such gradients are added, and the loss
         function divides by their number."""
         return any(name.startswith(_OF_PROBES) for name in self.tap.about[0])
 

@@ -488,7 +488,7 @@ class ScriptRecorder:
             recorder.began_with(params)
         described = self._root.described
         if not several:  # those of the first model, whose names it has
-            paths = names if is_sharded else described.paths
+            paths = tuple(names) if is_sharded else described.paths
             for raw, text in described.modules.items():
                 path = canonical_module(raw, paths, names)
                 recorder.modules[recorder.module_names.get(path, path) or "(root)"] = text
