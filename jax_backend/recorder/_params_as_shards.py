@@ -74,12 +74,17 @@ class ShardPieces:
         names, counts = fields_in_torch(state), counts_of(state)
         nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, ShardedParams))[0]
         slots: dict[str, dict[int, Pieces]] = {}
+        taken: dict[str, set[str]] = {}
         stepped: dict[str, float] = {}
         for key, node in nodes:
             if isinstance(node, ShardedParams) and (kept := _of_parameters(node)).shards:
                 field = jax.tree_util.keystr(key)
                 slot = names.get(field, slot_name(field))
-                slots[slot if slot not in slots else slot_name(field)] = self.pieces(kept)
+                if not taken.setdefault(slot, set()).isdisjoint(kept.shards):  # kept twice
+                    slot = slot_name(field)
+                taken.setdefault(slot, set()).update(kept.shards)
+                for rank, pieces in self.pieces(kept).items():
+                    slots.setdefault(slot, {}).setdefault(rank, {}).update(pieces)
                 if field in counts:
                     stepped |= {spec.name: counts[field] for name in kept.shards for spec in self._specs(name)}
         leaves = self.tree.trained_leaves
@@ -95,7 +100,8 @@ class ShardPieces:
                         for rank in self.grid.here
                     }
                     self._add_whole(found, bucket, name, of_rank)
-            slots[slot] = found
+            for rank, pieces in found.items():
+                slots.setdefault(slot, {}).setdefault(rank, {}).update(pieces)
         for path, count in counted.items():
             bucket, i = leaves[path]
             stepped |= dict.fromkeys(_names(bucket, bucket.layout.params[i].name), count)
@@ -219,6 +225,12 @@ def _units(bucket: Bucket) -> tuple[tuple[str, Layout], ...]:
 def _names(bucket: Bucket, name: str) -> list[str]:
     """The names of a parameter in a recording, one for each layer."""
     return [rename(name) for rename in bucket.layers.renames(bucket.unit)]
+
+
+def trained_names(tree: ParamTree) -> list[str]:
+    """The names in a recording of the trained parameters."""
+    specs = ((bucket, spec) for bucket in tree.trainable for spec in bucket.layout.params)
+    return [name for bucket, spec in specs for name in _names(bucket, spec.name)]
 
 
 def names_by_path(tree: ParamTree) -> dict[str, list[str]]:

@@ -23,6 +23,7 @@ from crossframe.errors import UsageError
 from jax_backend.recorder._array_interior import compute_dtype
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks, statistics_of_ranks
+from jax_backend.recorder._models_as_shards import joined, named_state
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, rates_in
@@ -42,6 +43,7 @@ from jax_backend.recorder._script_turns import (
     wholes,
 )
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
+from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.state._optimizer_state import COUNTS
 
 _MOST_WITHOUT_UPDATE = 4
@@ -393,7 +395,8 @@ class Steps:
         states = {model: _state(turn.update.values["state"], of_arrays=records) for model, turn in last.items()}
         rate = None
         if len(leads) > 1:
-            state: Any = {leads[model].removesuffix("."): each for model, each in states.items() if each is not None}
+            of_models = {leads[model].removesuffix("."): each for model, each in states.items() if each is not None}
+            state: Any = {name: named_state(name, each) for name, each in of_models.items()}
             self._add_turns(step)
         else:
             [(model, state)] = states.items()
@@ -426,10 +429,22 @@ class Steps:
         known = {model: each if _arrays(each) is not None else OrderedDict() for model, each in of_models.items()}
         return _arrays(self._all(known)) or None
 
+    @property
+    def _is_by_name(self) -> bool:
+        """Whether any of the models is no ShardedParams, so that all are recorded as arrays by name."""
+        return any(model.structure is None for model in self._models)
+
     def _as_trained(self, values: "OrderedDict[str, Any] | None") -> Any:
-        """Values of all models as the recorder takes them: as ShardedParams, if the script trains these alone, or by name."""
-        structure = self._models[0].structure if len(self._models) == 1 else None
-        return values if values is None or structure is None else jax.tree.unflatten(structure, values.values())
+        """Values of all models, or of some, as the recorder takes them: as ShardedParams, if the script trains these alone, or by
+        name."""
+        if values is None or self._is_by_name:
+            return values
+        found: dict[str, ShardedParams] = {}
+        for model, lead in self._leads.items():
+            own = [values[name] for name in (f"{lead}{each}" for each in model.names) if name in values]
+            if own:
+                found[lead.removesuffix(".")] = jax.tree.unflatten(model.structure, own)
+        return joined(found) if len(self._models) > 1 else found[""]
 
     def _add_state(self, step: _Step) -> None:
         """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
@@ -460,7 +475,8 @@ class Steps:
         for turn in step.turns:
             number += sum(len(each.microbatches) for each in turn.gradients)
             losses.append((number, _loss(turn.loss, self.recorder.grid)))
-            forwards |= {f"{self._leads[turn.model]}{name}": number for name in turn.model.names}
+            names = turn.model.names if self._is_by_name else turn.model.param_names
+            forwards |= {f"{self._leads[turn.model]}{name}": number for name in names}
         self.recorder.add_turns(forwards, losses)
 
 

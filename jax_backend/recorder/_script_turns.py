@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from crossframe.errors import UsageError
+from jax_backend.recorder._params_as_shards import trained_names
 from jax_backend.recorder._taps import Tap, Value
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams
@@ -212,6 +213,11 @@ class Model:
     def of_ranks(self) -> set[str]:
         """The paths of its shards among the arguments of a step of `jax_backend.value_and_grad`."""
         return {f"{_OF_SHARDS}{name.removeprefix(_SHARDS)}" for name in self.names}
+
+    @property
+    def param_names(self) -> Sequence[str]:
+        """The canonical names of its parameters."""
+        return self.names if self.tree is None else trained_names(self.tree)
 
     @property
     def paths(self) -> Sequence[str]:

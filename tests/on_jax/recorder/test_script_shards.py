@@ -145,6 +145,60 @@ def test_small_steps_of_multisteps_are_one_step(tmp_path, run):
     np.testing.assert_allclose(*grads, rtol=0, atol=64 * np.finfo(np.float32).eps)
 
 
+TWO_MODELS = (
+    HEAD
+    + """
+import jax_backend
+from crossframe import MeshSpec
+normal = lambda *shape: 0.3 * rng.normal(size=shape).astype(np.float32)
+actor, critic = {"a": normal(6, 5), "out": normal(5, 3)}, {"w": normal(6, 4), "out": normal(4, 1)}
+def policy(params, batch):
+    return cross_entropy(jnp.tanh(batch["image"] @ params["a"]) @ params["out"], batch["label"])
+def value(params, batch):
+    return jnp.mean((jnp.tanh(batch["image"] @ params["w"]) @ params["out"]) ** 2)
+tx = optax.adam(0.01)
+"""
+)
+OF_TWO = """
+actor_state, critic_state = tx.init(actor), tx.init(critic)
+gradient = lambda loss_fn: lambda params, batch: jax.value_and_grad(loss_fn)(params, batch)[1]
+policy, value, apply_updates = gradient(policy), gradient(value), optax.apply_updates
+"""
+SHARDS_OF_TWO = """
+mesh = jax_backend.make_mesh(MeshSpec(2), jax.devices()[:2])
+actor, critic = jax_backend.shard(actor, mesh, layout=LAYOUT), jax_backend.shard(critic, mesh, layout=LAYOUT)
+tx = jax_backend.sharded_optimizer(tx)
+actor_state, critic_state = tx.init(actor), tx.init(critic)
+gradient = lambda loss_fn: lambda params, batch: jax_backend.value_and_grad(loss_fn, mesh)(params, batch).grads
+policy, value, apply_updates = gradient(policy), gradient(value), jax_backend.apply_updates
+"""
+STEP_OF_TWO = """
+@jax.jit
+def step(actor, critic, actor_state, critic_state, batch):
+    updates, actor_state = tx.update(policy(actor, batch), actor_state, actor)
+    actor = apply_updates(actor, updates)
+    updates, critic_state = tx.update(value(critic, batch), critic_state, critic)
+    return actor, apply_updates(critic, updates), actor_state, critic_state
+for batch in batches:
+    actor, critic, actor_state, critic_state = step(actor, critic, actor_state, critic_state, batch)
+result = actor
+"""
+
+
+@pytest.mark.parametrize("layout", ["per_param", "flat"])
+def test_several_sharded_models_are_recorded_together(tmp_path, run, layout):
+    plain = recorded(run, tmp_path, "plain", TWO_MODELS + OF_TWO + STEP_OF_TWO)
+    script = TWO_MODELS + SHARDS_OF_TWO + STEP_OF_TWO
+    sharded = recorded(run, tmp_path, "sharded", script.replace("LAYOUT", repr(layout)))
+    assert {*sharded.manifest.params} == {"actor.a", "actor.out", "critic.w", "critic.out"}
+    assert compare(plain, sharded).verdict is Verdict.ROUNDING
+    for recording in (plain, sharded):
+        for name in sharded.manifest.params:
+            assert {*recording.state_slots(2, name)} == {"exp_avg", "exp_avg_sq"}
+            assert recording.count(2, name) == 3
+            assert recording.turn(0, name) == (1 if name.startswith("actor") else 2)
+
+
 WITH_STATISTICS = (
     HEAD
     + """
