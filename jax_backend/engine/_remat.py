@@ -1,12 +1,12 @@
 """Resharding after forward: backward gathers parameters again instead of saving them (R14).
 
 [Note: resharding is a rule about what is saved] JAX does not free a buffer at a given moment. A unit is resharded after forward
-if and only if nothing of full size is saved for backward. So the step saves what forward computes, and backward makes gathered
-parameters and views again: from the shards, which are in memory anyway, and from what is saved.
+if and only if nothing of full size is saved for backward. So the step saves what forward computes, and backward recomputes
+gathered parameters and views: from the shards, which are in memory anyway, and from what is saved.
 
-This is decided by primitive, in the program that `jax.vjp` makes of forward. What a jax.checkpoint in the loss function computes
-again is not in that program, so that it has its usual effect. A view of an activation is made again too, which costs a copy, and
-a result of parameters alone (`1 + scale`) is saved as an activation.
+This is decided by primitive, in the program that `jax.vjp` makes of forward. What a jax.checkpoint in the loss function
+recomputes is not in that program, so that it has its usual effect. A view of an activation is recomputed too, which costs a copy,
+and a result of parameters alone (`1 + scale`) is saved as an activation.
 
 A jax.checkpoint around the loss, with a policy, would apply the policy to each jax.checkpoint and each loop inside, and round
 what it saves by operations that XLA's CPU compiler does not remove.
@@ -55,8 +55,8 @@ LAYOUT_PRIMITIVES = frozenset(
     }
 )
 """Primitives that move or cast elements without computing: their output is a view of a parameter."""
-_BACKWARD = "transpose(again)"
-"""The scope of what backward makes again; JAX's scopes of backward contain `transpose(` too."""
+_BACKWARD = "transpose(recompute)"
+"""The scope of what backward recomputes; JAX's scopes of backward contain `transpose(` too."""
 
 
 ELEMENTWISE = frozenset(
@@ -114,7 +114,7 @@ def computes(equation: JaxprEqn) -> bool:
 def sums(equation: JaxprEqn) -> bool:
     """Whether an equation computes more than single elements, so that a loop over layers saves its results.
 
-    Of an unrolled program XLA computes elementwise results again where backward reads them, instead of keeping them in memory. It
+    Of an unrolled program XLA recomputes elementwise results where backward reads them, instead of keeping them in memory. It
     cannot do so from one loop to another: all that is saved there is stored for each layer.
     """
     return not _computed(equation) <= ELEMENTWISE
@@ -133,11 +133,11 @@ def _parts(equation: JaxprEqn) -> list[JaxprEqn]:
 
 
 Saves = Callable[[JaxprEqn], bool]
-"""Whether the results of an equation of forward are saved, instead of made again in backward."""
+"""Whether the results of an equation of forward are saved, instead of recomputed in backward."""
 
 
 def value_and_grad(fun: Callable, saves: Saves) -> Callable:
-    """`jax.value_and_grad(fun, has_aux=True)` for all arguments, whose backward makes some values again.
+    """`jax.value_and_grad(fun, has_aux=True)` for all arguments, whose backward recomputes some values.
 
     Args:
         fun: from arguments to (a scalar, aux).
@@ -157,8 +157,8 @@ def value_and_grad(fun: Callable, saves: Saves) -> Callable:
     return run
 
 
-def again(fun: Callable, saves: Saves) -> Callable:
-    """`fun`, whose backward makes some values again. Arrays that it closes over are differentiated too."""
+def rematerialize(fun: Callable, saves: Saves) -> Callable:
+    """`fun`, whose backward recomputes some values. Arrays that it closes over are differentiated too."""
 
     @wraps(fun)
     def call(*args: Any) -> Any:
@@ -191,13 +191,15 @@ def _forward(vjp: Callable, args: tuple[Any, ...], saves: Saves) -> tuple[Any, C
     closed, (shape, _) = jax.make_jaxpr(flat, return_shape=True)(*args)
     num_results = len(jax.tree.leaves(shape))
     results, residuals = closed.jaxpr.outvars[:num_results], closed.jaxpr.outvars[num_results:]
-    made = _Again.of(closed.jaxpr, residuals, saves)
-    found = eval_jaxpr(closed.jaxpr.replace(outvars=[*results, *made.leaves]), closed.consts, *jax.tree.leaves(args))
+    recomputed = _Recomputation.of(closed.jaxpr, residuals, saves)
+    found = eval_jaxpr(
+        closed.jaxpr.replace(outvars=[*results, *recomputed.leaves]), closed.consts, *jax.tree.leaves(args)
+    )
 
     def pullback(saved: list[Any], *cotangents: Any) -> Any:
         with jax.named_scope(_BACKWARD):
-            # XLA should not merge what is made again with what forward made.
-            leaves = made.values(jax.lax.optimization_barrier(saved))
+            # XLA should not merge what is recomputed with what forward computed.
+            leaves = recomputed.values(jax.lax.optimization_barrier(saved))
         return jax.tree.unflatten(of_pullback[0], leaves)(*cotangents)
 
     result = jax.tree.unflatten(jax.tree.structure(shape), found[:num_results])
@@ -205,23 +207,24 @@ def _forward(vjp: Callable, args: tuple[Any, ...], saves: Saves) -> tuple[Any, C
 
 
 @dataclass(frozen=True)
-class _Again:
-    """How some values of a program are made again out of others.
+class _Recomputation:
+    """How some values of a program are recomputed from others.
 
     Attributes:
         jaxpr: the program.
         wanted: the values.
-        leaves: the variables that they are made from: given ones, and saved results.
-        steps: the equations that make them, in order; of a jitted function, the results in question, each with how it is made.
+        leaves: the variables that they are computed from: given ones, and saved results.
+        steps: the equations that compute them, in order; of a jitted function, the results in question, each with its own
+            recomputation.
     """
 
     jaxpr: Jaxpr
     wanted: Sequence[Any]
     leaves: Sequence[Var]
-    steps: Sequence[tuple[JaxprEqn, Mapping[Var, "_Again"]]]
+    steps: Sequence[tuple[JaxprEqn, Mapping[Var, "_Recomputation"]]]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, wanted: Sequence[Any], saves: Saves) -> "_Again":
+    def of(cls, jaxpr: Jaxpr, wanted: Sequence[Any], saves: Saves) -> "_Recomputation":
         needed = dict.fromkeys(atom for atom in wanted if isinstance(atom, Var))
         leaves, steps = [], []
         for equation in reversed(jaxpr.eqns):
@@ -253,9 +256,9 @@ class _Again:
                 jaxpr, consts = opened(called(equation.params))
                 outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
                 constants = dict(zip(jaxpr.constvars, consts, strict=True))
-                for var, again in inside.items():
-                    given = [read(outside[leaf]) if leaf in outside else constants[leaf] for leaf in again.leaves]
-                    (known[var],) = again.values(given)
+                for var, own in inside.items():
+                    given = [read(outside[leaf]) if leaf in outside else constants[leaf] for leaf in own.leaves]
+                    (known[var],) = own.values(given)
             else:
                 given = {atom: read(atom) for atom in equation.invars if isinstance(atom, Var)}
                 alone = self.jaxpr.replace(constvars=[], invars=list(given), outvars=equation.outvars, eqns=[equation])
@@ -263,11 +266,11 @@ class _Again:
         return [read(atom) for atom in self.wanted]
 
 
-def _inside(equation: JaxprEqn, results: Sequence[Var], saves: Saves) -> tuple[dict[Var, _Again], list[Any]]:
-    """The results of a jitted function that its operands suffice for, with how they are made, and these operands."""
+def _inside(equation: JaxprEqn, results: Sequence[Var], saves: Saves) -> tuple[dict[Var, _Recomputation], list[Any]]:
+    """The results of a jitted function that its operands suffice for, with their recomputation, and these operands."""
     jaxpr, _ = opened(called(equation.params))
-    found = {var: _Again.of(jaxpr, [jaxpr.outvars[equation.outvars.index(var)]], saves) for var in results}
+    found = {var: _Recomputation.of(jaxpr, [jaxpr.outvars[equation.outvars.index(var)]], saves) for var in results}
     # What is saved inside has no value outside.
-    found = {var: again for var, again in found.items() if {*again.leaves} <= {*jaxpr.constvars, *jaxpr.invars}}
+    found = {var: own for var, own in found.items() if {*own.leaves} <= {*jaxpr.constvars, *jaxpr.invars}}
     outside = dict(zip(jaxpr.invars, equation.invars, strict=True))
-    return found, [outside[leaf] for again in found.values() for leaf in again.leaves if leaf in outside]
+    return found, [outside[leaf] for own in found.values() for leaf in own.leaves if leaf in outside]

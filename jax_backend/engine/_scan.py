@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from crossframe.errors import UsageError
-from jax_backend.engine._remat import again, sums
+from jax_backend.engine._remat import rematerialize, sums
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
 
@@ -66,7 +66,7 @@ def scan(
 ) -> tuple[Carry, Y]:
     """`jax.lax.scan` over stacked blocks.
 
-    If the unit is resharded after forward, backward gathers each layer again and computes elementwise results again; results of
+    If the unit is resharded after forward, backward gathers each layer again and recomputes elementwise results; results of
     matrix products, reductions and the like are saved (`jax.checkpoint` inside of `body` saves less).
 
     Args:
@@ -100,5 +100,5 @@ def scan(
         found = stack.layer(sliced)
         return body(carry, jax.tree.unflatten(treedef, [found[leaf.path] for leaf in leaves]), x)
 
-    each_layer = again(layer, sums) if stack.frees else layer
+    each_layer = rematerialize(layer, sums) if stack.frees else layer
     return jax.lax.scan(each_layer, init, (stack.sliced, xs), reverse=reverse, unroll=unroll)

@@ -1,4 +1,4 @@
-"""The settings of a step, and which buckets are gathered inside and outside the region that runs again."""
+"""The settings of a step: what it reduces and reshards, and what backward recomputes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Step:
         return {unit.name: bool(unit.reshard_after_forward) and self.reduction.mesh.shard > 1 for unit in planned}
 
     def saves(self, tree: ParamTree) -> Callable[[Any], bool]:
-        """Whether backward finds the results of an equation of forward, which does not make them again."""
+        """Whether the results of an equation of forward are saved for backward, which recomputes the others."""
         frees = self.frees(tree)
 
         def decide(equation: Any) -> bool:

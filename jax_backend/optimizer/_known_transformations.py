@@ -15,23 +15,40 @@ from crossframe.errors import UnsupportedError
 LAYOUT_INDEPENDENT = frozenset(
     {
         "add_decayed_weights",
+        "apply_every",
         "clip",
         "clip_by_global_norm",
+        "dadapt_adamw",
         "ema",
         "identity",
         "keep_params_nonnegative",
+        "normalize",
+        "normalize_by_update_norm",
+        "prodigy",
         "scale",
+        "scale_by_acprop",
+        "scale_by_adadelta",
         "scale_by_adam",
         "scale_by_adamax",
+        "scale_by_adan",
+        "scale_by_ademamix",
+        "scale_by_adopt",
         "scale_by_amsgrad",
         "scale_by_belief",
+        "scale_by_cocob",
+        "scale_by_dog",
+        "scale_by_dowg",
+        "scale_by_lbfgs",
         "scale_by_lion",
+        "scale_by_madgrad",
+        "scale_by_optimistic_gradient",
         "scale_by_radam",
         "scale_by_rms",
         "scale_by_rprop",
         "scale_by_rss",
         "scale_by_schedule",
         "scale_by_sign",
+        "scale_by_simplified_ademamix",
         "scale_by_stddev",
         "scale_by_yogi",
         "set_to_zero",
@@ -39,7 +56,7 @@ LAYOUT_INDEPENDENT = frozenset(
         "zero_nans",
     }
 )
-"""Functions of optax whose transformations treat elements one by one, or by the norm of the whole model."""
+"""Functions of optax and optax.contrib whose transformations treat elements one by one, or by the norm of the whole model."""
 
 BY_LEAF = {
     "adaptive_grad_clip": "it clips by the norms of each leaf's rows",
@@ -48,10 +65,14 @@ BY_LEAF = {
     "clip_by_block_rms": "it clips by the norm of each leaf",
     "masked": "its mask chooses leaves",
     "partition": "its labels choose leaves, as Muon's do by ndim",
+    "scale_by_distance_over_gradients": "it scales by the norm of each leaf",
     "scale_by_factored_rms": "it factors each leaf into rows and columns",
+    "scale_by_galore": "it projects each leaf to a lower rank",
+    "scale_by_muon": "it orthogonalizes each leaf",
     "scale_by_novograd": "it scales by the norm of each leaf",
     "scale_by_param_block_norm": "it scales by the norm of each leaf",
     "scale_by_param_block_rms": "it scales by the norm of each leaf",
+    "scale_by_sm3": "it keeps moments of the rows and columns of each leaf",
     "scale_by_trust_ratio": "it scales by the norm of each leaf",
 }
 """The same of transformations that depend on leaves, with what they do."""

@@ -66,7 +66,7 @@ class Options:
         if self.reshard_after_forward not in (None, True, False) or isinstance(self.reshard_after_forward, float):
             raise UsageError(
                 f"reshard_after_forward: expected None, True or False, got {self.reshard_after_forward!r}; resharding to a "
-                "group has no counterpart in JAX, where backward computes again from the shards"
+                "group has no counterpart in JAX, where backward gathers from the shards"
             )
         for name, kind in (("dims", "per_param"), ("blocks", "ragged")):
             if getattr(self, name) is not None and self.layout != kind:

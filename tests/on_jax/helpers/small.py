@@ -105,7 +105,7 @@ def linear_loss(params, batch):
 
 
 def saved_for_backward(step, *args):
-    """Shapes of what forward saves for a backward that makes other values again."""
+    """Shapes of what forward saves for a backward that recomputes other values."""
     shapes = []
 
     def walk(jaxpr):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from crossframe import MeshSpec
@@ -185,9 +186,11 @@ def elementwise():
     """A transformation of each name that is listed, with arguments where it needs some."""
     given = {
         "add_decayed_weights": (0.1,), "clip": (0.5,), "clip_by_global_norm": (0.5,), "ema": (0.9,), "scale": (0.5,),
-        "scale_by_schedule": (lambda count: 0.5 + count,), "scale_by_rprop": (1e-2,), "trace": (0.9,),
+        "scale_by_dog": (("heuristic", 1e-6),), "scale_by_madgrad": (0.1,), "scale_by_rprop": (1e-2,),
+        "scale_by_schedule": (lambda count: 0.5 + count,), "trace": (0.9,),
     }  # fmt: skip
-    return {name: getattr(optax, name)(*given.get(name, ())) for name in sorted(LAYOUT_INDEPENDENT)}
+    makers = vars(optax.contrib._dog) | vars(optax.contrib) | vars(optax)
+    return {name: makers[name](*given.get(name, ())) for name in sorted(LAYOUT_INDEPENDENT)}
 
 
 def test_transformations_listed_as_elementwise_give_flat_shards_the_updates_of_parameters():
