@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from crossframe.environment.effects import ACCELERATOR, CPU, Effect, row_of
 from crossframe.environment.facts import (
@@ -86,9 +87,10 @@ class Difference:
         if self.section in _DIGESTS:
             own = [label for label, value in zip(labels, (self.a, self.b), strict=True) if value is not Absent]
             return f"{noun} differs" if len(own) == 2 else f"{noun} is in {own[0]} alone"
-        x, y = (value_text(self.section, value) for value in (self.a, self.b))
-        if self.section == MODULES:
-            x, y = _other_options(x, y)
+        values: tuple[Any, Any] = (self.a, self.b)
+        if self.section == MODULES and Absent not in values:
+            values = _other_options(*values)
+        x, y = (value_text(self.section, value) for value in values)
         return f"{noun} differs: {x} in {labels[0]}, {y} in {labels[1]}"
 
     def to_json(self) -> dict:

@@ -4,6 +4,7 @@ A recorder intercepts `clip_grad_norm_` and records the gradients before it. It 
 so it then records the clipped gradients. In this case the gradients of one recording are those of the other times one factor c <
 1, and the optimizer states agree. If the optimizers had received gradients that differ by c, their momenta would differ by (1 -
 c) times the gradient's weight in the momentum. Agreement to better than half of this distinguishes the two cases.
+Entries of an optimizer that is not known show only that the gradients differed: in the first step, where they have nothing else.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _BETAS = (0.9, 0.999)
 # Smaller relative differences are never attributed to clipping, even in coarse dtypes.
 _LEAST = 0.01
+# Two terms fit the update of any parameter with fewer elements, or nearly so.
+_LEAST_ELEMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,26 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
             betas = pair.a.manifest.settings.get("betas") or _BETAS
             share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
             return distance(*moments) <= share * (1 - factor) * size / 2
+    if any(_are_apart(pair, step, name, slot, factor) for slot in pair.a.state_slots(step, name)):
+        return False
     # Without momentum an update is a linear combination of the gradient and the parameter (decay).
     moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
     if moved[0] is None or moved[1] is None:
         return None
     terms = np.stack([x, before[0]], axis=1)
+    if len(x) < _LEAST_ELEMENTS:
+        return None
     solution = np.linalg.lstsq(terms, moved[0], rcond=None)[0]
     most = (1 - factor) * abs(float(solution[0])) * size / 2
     return None if distance(moved[0], terms @ solution) > most else distance(moved[0], moved[1]) <= most
+
+
+def _are_apart(pair: Pair, step: int, name: str, slot: str, factor: float) -> bool:
+    """Whether an optimizer state entry differs between the sides as if it were gradients of this step alone."""
+    if not pair.has(STATE, step, name, slot):
+        return False
+    values = pair.assemble(STATE, step, name, (0, 0), slot)[:2]
+    return distance(*values) > (1 - factor) * max(map(norm, values)) / 2
 
 
 def _moved(recording: Recording, step: int, name: str, sketched: bool) -> tuple[np.ndarray | None, np.ndarray]:

@@ -412,6 +412,7 @@ def test_a_module_of_another_class_may_compute_the_same():
     ("one", "other", "expected"),
     [
         ("N((8,), eps=1e-05, x=1)", "N((8,), eps=1e-06, x=1)", ("N(eps=1e-05)", "N(eps=1e-06)")),
+        pytest.param(*(f"N(eps={eps}, x={'y' * 100})" for eps in (1, 2)), ("N(eps=1)", "N(eps=2)"), id="long"),
         ("N((8,), eps=1)", "M((8,), eps=2)", None),
         ("N(8, eps=1)", "N(8, eps=2, x=1)", None),
         ("N(8) + a", "N(9) + b", None),

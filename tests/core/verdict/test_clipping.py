@@ -114,6 +114,41 @@ def test_updates_show_clipping_without_moments(tmp_path, monkeypatch, gradients,
         assert found is None or (found.side == side and found.factor == pytest.approx(0.5, rel=1e-9))
 
 
+@pytest.mark.parametrize("entry", [1.0, 0.5], ids=["equal", "halved"])
+def test_state_of_an_unknown_optimizer_shows_other_gradients(tmp_path, monkeypatch, entry):
+    own = RecordingWriter.state
+    monkeypatch.setattr(
+        RecordingWriter,
+        "state",
+        lambda writer, step, unit, slot, pieces: own(writer, step, unit, f"1.0.{slot}", pieces),
+    )
+
+    def halved(phase, step, rank, name, array):
+        return entry * array if phase.startswith("state") else array
+
+    made = synthetic.manifest(1, steps=1)
+    a = synthetic.record(tmp_path / "a", made)
+    b = synthetic.record(tmp_path / "b", made, tamper=synthetic.both(halved, _clipped()))
+    assert a.state_slots(0, "embed") and a.state_slots(0, "embed")[0].startswith("1.0.")
+    assert (clipped_on_one_side(Pair(a, b), 0) is not None) == (entry == 1.0)
+
+
+def test_an_update_of_few_elements_shows_no_clipping(tmp_path, monkeypatch):
+    """Adam's first update is the sign of the gradient: two terms fit it for one or two elements alone."""
+    monkeypatch.setattr(RecordingWriter, "state", lambda *args: None)
+
+    def signs(phase, step, rank, name, array):
+        if phase != "update":
+            return array
+        start = synthetic.initial(name, "float64")
+        return start - 0.01 * np.sign(start - array)
+
+    made = synthetic.manifest(1, steps=1)
+    a = synthetic.record(tmp_path / "a", made, tamper=signs)
+    b = synthetic.record(tmp_path / "b", made, tamper=synthetic.both(signs, _clipped()))
+    assert clipped_on_one_side(Pair(a, b), 0) is None
+
+
 @pytest.mark.parametrize("measured", [0, 1], ids=["before", "after"])
 def test_perturbed_runs_measure_before_or_after_clipping_as_their_run(tmp_path, measured):
     """Clipping divides gradients by 500 here: limits of gradients before it would be 500 times too large after it."""
