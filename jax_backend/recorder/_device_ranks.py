@@ -59,15 +59,20 @@ class Grid:
         process = jax.process_index()
         return tuple(rank for rank, device in enumerate(self.devices) if device.process_index == process)
 
-    def copies(self, array: Any) -> dict[int, np.ndarray]:
-        """The full array of each rank of this process: its own device's part, and the rest from other ranks of its copy of the
-        model. All processes call it."""
+    def copies(self, array: Any, ranks: Iterable[int] | None = None) -> dict[int, np.ndarray]:
+        """The full array of each rank: its own device's part, and the rest from other ranks of its copy of the model. All
+        processes call it.
+
+        Args:
+            ranks: of this process; None: all of them.
+        """
+        ranks = self.here if ranks is None else ranks
         if not isinstance(array, jax.Array):
-            return dict.fromkeys(self.here, np.asarray(array))
+            return dict.fromkeys(ranks, np.asarray(array))
         array = self._replicated(self._undivided(array))
         parts = {part.device: part for part in array.addressable_shards}
         found: dict[int, np.ndarray] = {}
-        for rank in self.here:
+        for rank in ranks:
             own = parts.get(self.devices[rank])
             if own is None:
                 found[rank] = np.asarray(array)

@@ -72,7 +72,7 @@ class ArrayPieces:
         for unit, layout in self.units:
             for spec in layout.params:
                 if all(path in leaves for path in self.param_map.by_name[spec.name].paths):
-                    own = canonical_copies(self.grid, self.param_map, spec.name, leaves)[rank]
+                    own = canonical_copies(self.grid, self.param_map, spec.name, leaves, [rank])[rank]
                     found.setdefault(unit, {})[spec.name] = own.reshape(spec.shape)
         return found
 
@@ -114,11 +114,13 @@ class ArrayPieces:
         return found
 
 
-def canonical_copies(grid: Grid, param_map: ParamMap, name: str, leaves: Mapping[str, Any]) -> dict[int, np.ndarray]:
-    """A parameter, flattened, of each rank of this process."""
+def canonical_copies(
+    grid: Grid, param_map: ParamMap, name: str, leaves: Mapping[str, Any], ranks: Iterable[int] | None = None
+) -> dict[int, np.ndarray]:
+    """A parameter, flattened, of each rank; `ranks` as of `Grid.copies`."""
     entry = param_map.by_name[name]
-    by_path, found, made = [grid.copies(leaves[path]) for path in entry.paths], {}, {}
-    for rank in grid.here:
+    by_path, found, made = [grid.copies(leaves[path], ranks) for path in entry.paths], {}, {}
+    for rank in by_path[0]:
         parts = [copies[rank] for copies in by_path]
         key = tuple(map(id, parts))
         if key not in made:  # ranks mostly share an array

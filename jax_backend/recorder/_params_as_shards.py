@@ -138,7 +138,8 @@ class ShardPieces:
 
         def placed(at: NamedSharding, array: Any) -> Any:
             # Replicas may differ: an array that is in its place is not moved.
-            return array if array.sharding.is_equivalent_to(at, array.ndim) else jax.device_put(array, at)
+            is_there = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(at, array.ndim)
+            return array if is_there else jax.device_put(array, at)
 
         return ShardedParams.of(
             values.tree,
@@ -183,7 +184,7 @@ class ShardPieces:
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, arrays in params.buckets.items():
             bucket = self.tree.by_name[name]
-            full = bucket.to_params(jax.tree.map(lambda array: self.grid.copies(array)[rank], arrays))
+            full = bucket.to_params(jax.tree.map(lambda array: self.grid.copies(array, [rank])[rank], arrays))
             layers = zip(*(bucket.layers.split(np.asarray(full[each])) for each in bucket.indices), strict=True)
             for (unit, layout), own in zip(self._units[name], layers, strict=True):
                 found.setdefault(unit, {}).update(zip((spec.name for spec in layout.params), own, strict=True))

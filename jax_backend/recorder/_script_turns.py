@@ -244,10 +244,11 @@ class Model:
         given = {id(value.array) for value in self.update.values["grads"] if value.array is not None}
         if own := [each for each in gradients if any(id(grad()) in given for grad in each.grads)]:
             return own
-        if self.tree is not None:  # gradients of ranks have other shapes than those of all ranks
-            return [each for each in gradients if self.of_ranks <= set(each.tap.about[0])]
-        shapes = sorted(self.shapes)
-        alike = [each for each in gradients if sorted(each.tap.about[1]) == shapes]
+        if self.tree is None:
+            shapes = sorted(self.shapes)
+            alike = [each for each in gradients if sorted(each.tap.about[1]) == shapes]
+        else:  # a rank's gradients have other shapes
+            alike = [each for each in gradients if self.of_ranks <= set(each.tap.about[0])]
         if not is_alone and any(each.at.keys() & self.arrays.keys() for each in alike):
             return [each for each in alike if not each.at or each.at.keys() & self.arrays.keys()]
         return alike or (gradients if len(gradients) == 1 else [])
