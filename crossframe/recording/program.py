@@ -29,6 +29,8 @@ MODEL_RANKS = "ranks of a replica"
 """The number of processes that compute one of the recording's ranks together, if these are several: they add partial sums."""
 MATMUL, TF32_IN_CONVOLUTIONS = "matmul", "tf32"
 """The precision of float32 matrix products, in the framework's words; whether convolutions on GPUs round to TF32."""
+MODE = "mode"
+"""How a sharded step in JAX has its collectives: "shard_map", in the program, or "jit", where XLA places them."""
 OPTIMIZER_KERNEL = "optimizer_kernel"
 """How the optimizer computes its step, such as "fused". It affects the bits of optimizer states and updates only."""
 

@@ -62,6 +62,11 @@ class Step:
     late_gathers: bool
 
     @property
+    def mode(self) -> str:
+        """The mode that `value_and_grad` was given."""
+        return "jit" if self.reduction.by_xla else "shard_map"
+
+    @property
     def probes(self) -> bool:
         """Whether each rank's own gradients are needed."""
         return self.local_grads or not self.reduction.now

@@ -12,6 +12,7 @@ import jax
 
 from crossframe.replacing import setting
 from jax_backend.engine import _remat
+from jax_backend.engine._step import Step
 from jax_backend.recorder._module_calls import reporting_modules
 from jax_backend.recorder._perturbed_rounding import rounded
 from jax_backend.recorder._script_session import Root, inside_update, seen_updates
@@ -138,6 +139,19 @@ def loss_of_rank(own: Callable) -> Callable:
         if (collector := innermost()) is not None and collector.in_loss:
             collector.paths |= _paths(params)
         return own(self, params, *args)
+
+    return call
+
+
+def step_of_ranks(own: Callable) -> Callable:
+    """`run_on_ranks`, whose settings are noted."""
+
+    @functools.wraps(own)
+    def call(step: Step, *args: Any) -> Any:
+        if (collector := innermost()) is not None:
+            collector.described.mode = step.mode
+            collector.described.strategy = step.strategy.value
+        return own(step, *args)
 
     return call
 

@@ -11,7 +11,7 @@ import jax
 
 from crossframe.errors import RecordingError
 from crossframe.recording import WHOLE, Manifest, create_recording
-from crossframe.recording.program import PROCESSES, program_of
+from crossframe.recording.program import MODE, PROCESSES, program_of
 from crossframe.recording.run_options import RunOptions
 from crossframe.recording.sample import sample_of
 from crossframe.strategy import Strategy
@@ -64,12 +64,13 @@ def kept(source: ArrayPieces | ShardPieces, params: Any, options: RunOptions) ->
 
 
 def manifest_of(
-    source: ArrayPieces | ShardPieces, about: About, options: RunOptions, says: Mapping[str, Any]
+    source: ArrayPieces | ShardPieces, about: About, options: RunOptions, says: Mapping[str, Any], mode: str | None
 ) -> Manifest:
     """The manifest of a run.
 
     Args:
         says: settings that are known after the first step.
+        mode: as of `program`.
     """
     spec, stored = source.grid.spec, Counter[str]()
     for _, layout in source.units:
@@ -89,17 +90,18 @@ def manifest_of(
         units=source.units,
         strategy=about.strategy or strategy.value,
         packages=_PACKAGES,
-        program=program(),
+        program=program(mode=mode),
         stated=says,
     )
 
 
-def program(device: Any = None, *, compiled: bool = True) -> dict[str, Any]:
+def program(device: Any = None, *, compiled: bool = True, mode: str | None = None) -> dict[str, Any]:
     """The facts on which JAX's bits depend (`crossframe.recording.program`).
 
     Args:
         compiled: whether steps are jitted; True if that is not known.
         device: a device of the run; None: the first of the default platform.
+        mode: of a step of `jax_backend.value_and_grad`; None: the step is another one.
     """
     device = device or jax.devices()[0]
     flags = os.environ.get("XLA_FLAGS", "")
@@ -112,6 +114,7 @@ def program(device: Any = None, *, compiled: bool = True) -> dict[str, Any]:
         matmul=str(getattr(jax.config, "jax_default_matmul_precision", None)),
         flags=flags,
         **{PROCESSES: jax.process_count()},
+        **({} if mode is None else {MODE: mode}),
     )
 
 

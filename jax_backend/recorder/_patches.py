@@ -10,9 +10,15 @@ from typing import Any
 import jax
 
 from crossframe.replacing import replacing
-from jax_backend.engine import _remat
+from jax_backend.engine import _remat, _value_and_grad
 from jax_backend.engine._loss_function import LossFunction
-from jax_backend.recorder._gradients import grad, loss_of_rank, value_and_grad, value_and_grad_of_ranks
+from jax_backend.recorder._gradients import (
+    grad,
+    loss_of_rank,
+    step_of_ranks,
+    value_and_grad,
+    value_and_grad_of_ranks,
+)
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
@@ -58,6 +64,7 @@ class Patches:
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
         replace(_remat, "value_and_grad", value_and_grad_of_ranks)
+        replace(_value_and_grad, "run_on_ranks", step_of_ranks(_value_and_grad.run_on_ranks))
         replace(LossFunction, "__call__", loss_of_rank(LossFunction.__call__))
         replace(jax, "vmap", vmap)
         self._stack.enter_context(following_optimizers())

@@ -25,7 +25,7 @@ from crossframe.recording.known_settings import LOSSES, MEAN, PER_RANK
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
 from jax_backend.activations import Activations, listening
-from jax_backend.engine._value_and_grad import Result
+from jax_backend.engine._value_and_grad import MODES, Result
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
@@ -211,6 +211,7 @@ class Recorder:
             units = [unit for unit, _ in self._source.units]
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
         self._initial_state = self._state_by_rank(model_state)
+        self._mode: str | None = None
         # Modules that normalise over the samples of their own rank.
         self.per_rank_statistics: list[str] = []
         self._step, self._closed = 0, False
@@ -531,6 +532,7 @@ class Recorder:
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
             )
+        self._mode = str(options.get("mode", MODES[0]))
         plain, dense = programs_of(loss_fn, self._source.grid.mesh, options)
         program = dense if one_program else plain
         seed = {"seed": np.uint32(self.perturbed_run)} if self.perturbed_run else {}
@@ -578,7 +580,7 @@ class Recorder:
             says = {"recorded": sorted(recorded), LOSSES: "by rank" if by_rank else MEAN}
             if self.per_rank_statistics:
                 says[PER_RANK] = self.per_rank_statistics
-            manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says))
+            manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says, self._mode))
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
         self._writers.state_environment(self.modules)
         self._open_window()

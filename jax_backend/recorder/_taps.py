@@ -145,15 +145,18 @@ class Packed:
 
 @dataclass
 class Described:
-    """The modules of a loss function.
+    """What is known of a step before it runs.
 
     Attributes:
-        paths: of the arrays that it is differentiated by.
-        modules: class and options by raw name.
+        paths: of the arrays that the loss function is differentiated by.
+        modules: class and options of the modules in the loss function, by raw name.
+        mode, strategy: of a step of `jax_backend.value_and_grad`, if it is one.
     """
 
     paths: Sequence[str] = ()
     modules: dict[str, str] = field(default_factory=dict)
+    mode: str | None = None
+    strategy: str | None = None
 
 
 @dataclass

@@ -471,10 +471,12 @@ class ScriptRecorder:
         names = names_by_path(params.tree) if is_sharded else {name: [name] for name in params}
         stated: dict[str, Any] = {} if self.forward_only else noted.settings(names)
         options: dict[str, Any] = {"dtype": dtype, **self._options}
-        stated[PROGRAM] = program(compiled=self._is_compiled)
+        described = self._root.described
+        stated[PROGRAM] = program(compiled=self._is_compiled, mode=described.mode)
         if num_gradients is not None:  # not of forward alone
             stated[PROGRAM][GRADIENTS] = num_gradients
         settings = stated | dict(options.pop("settings", None) or {})
+        options.setdefault("strategy", described.strategy)
         recorder = Recorder(
             self._directory,
             params,
@@ -486,7 +488,6 @@ class ScriptRecorder:
         ).__enter__()
         if self.perturbed_run:
             recorder.began_with(params)
-        described = self._root.described
         if not several:  # those of the first model, whose names it has
             paths = tuple(names) if is_sharded else described.paths
             for raw, text in described.modules.items():

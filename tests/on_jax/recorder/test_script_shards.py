@@ -5,6 +5,7 @@ import pytest
 
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import GROUPS, PER_RANK
+from crossframe.recording.program import MODE, PROGRAM
 from crossframe.verdict import Verdict, compare
 from jax_backend import unshard
 from tests.on_jax.helpers.scripts import HEAD
@@ -112,6 +113,8 @@ def test_a_sharded_run_agrees_with_a_plain_one(tmp_path, run, layout, mode, spec
     sharded = recorded(run, tmp_path, "sharded", text(SHARDED, **given))
     assert compare(plain, sharded).verdict is Verdict.ROUNDING
     assert sharded.manifest.params == plain.manifest.params
+    assert sharded.manifest.settings[PROGRAM][MODE] == mode
+    assert sharded.manifest.strategy == ("full_shard" if sharded.manifest.mesh.replicate == 1 else "hybrid_shard")
     assert {*sharded.activations(0)} == {*plain.activations(0)}
     assert sharded.manifest.settings.get(GROUPS) == plain.manifest.settings.get(GROUPS)
     # Of 8 samples each rank computes its own, in both modes.
