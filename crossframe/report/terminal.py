@@ -102,9 +102,9 @@ def _besides(report: dict[str, Any]) -> list[str]:
         verdict = "as planned" if trace["equal"] else "NOT as planned; the plan"
         texts.append(f"collectives {verdict}: {counts or 'none'} a step")
     if zero := sorted({name for pair in report["pairs"] for name in pair["zero_gradient_parameters"]}):
-        texts.append(
-            f"not counted, since their gradient is zero: {len(zero)}, for instance {sentences.short(zero[0], 24)}"
-        )
+        name, mark, part = zero[0].partition(" (")
+        first = f"{sentences.short(name, 24)}{mark}{sentences.short(part, 40)}"
+        texts.append(f"not counted, since their gradient is zero: {len(zero)}, for instance {first}")
     return texts
 
 

@@ -381,6 +381,16 @@ def test_the_terminal_gets_ten_lines_at_most(tmp_path, width, count):
         assert [f"{count - shown} bug" in line for line in more] == [True] * (shown < count)
 
 
+def test_a_long_name_is_shortened_and_the_number_of_its_elements_is_not(tmp_path):
+    report, series = report_of([pair(tmp_path, doubled)])
+    report["pairs"][0]["zero_gradient_parameters"] = ["model.layers.17.attention.key.bias (64 of 192 elements)"]
+    text = " ".join(printed(report, series).split())
+    assert (
+        "not counted, since their gradient is zero: 1, for instance model.layers…on.key.bias (64 of 192 elements)"
+        in text
+    )
+
+
 def test_a_damaged_recording_is_no_report(tmp_path):
     a, b = pair(tmp_path)
     (tmp_path / "b" / "rank00001" / "step00002.safetensors").write_bytes(b"")
