@@ -19,10 +19,8 @@ from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._params_as_arrays import Pieces, slot_name, state_by_path
 from jax_backend.shards._bucket import Bucket
 from jax_backend.shards._param_tree import ParamTree
-from jax_backend.shards._sharded_params import ShardedParams, mesh_of, shards_of
-from jax_backend.shards._unshard import unshard, writeback
+from jax_backend.shards._sharded_params import ShardedParams, from_lines, mesh_of, shards_of
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
-from jax_backend.tree import leaves_by_path
 
 
 class ShardPieces:
@@ -117,20 +115,16 @@ class ShardPieces:
 
     def moved(self, params: ShardedParams, perturbed_run: int) -> ShardedParams:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`)."""
-        leaves, changed = leaves_by_path(full := unshard(params)), {}
+        by_unit = self._gathered(params, self.grid.here[0]).values()
+        full = {name: array for by_name in by_unit for name, array in by_name.items()}
+        leaves: dict[str, Any] = {}
         for name, bucket in self.tree.bucket_of.items():
-            entry, called = self.tree.param_map.by_name[name], _names(bucket, name)
-            arrays = [np.asarray(leaves[path]) for path in entry.paths]
-            layers = zip(*map(bucket.layers.split, arrays), strict=True)
-            made = [
-                perturbed_values(own, entry.to_canonical(*parts), perturbed_run)
-                for own, parts in zip(called, layers, strict=True)
-            ]
+            entry = self.tree.param_map.by_name[name]
+            made = [perturbed_values(own, full[own], perturbed_run) for own in _names(bucket, name)]
             for path in entry.paths:
-                changed[path] = bucket.layers.join([entry.from_canonical(each, path) for each in made])
-        owners = dict(self.tree.shared)
-        values = [changed[owners.get(path, path)] for path in leaves]
-        return writeback(params, jax.tree.unflatten(jax.tree.structure(full), values))
+                leaves[path] = bucket.layers.join([entry.from_canonical(each, path) for each in made])
+        found = from_lines(self.tree, self.grid.mesh, lambda path, _: leaves[path])
+        return ShardedParams.of(params.tree, found.buckets)
 
     def _placed(self, values: ShardedParams) -> ShardedParams:
         """Values on the devices of their shards. XLA may have placed those elsewhere that it computed by itself."""

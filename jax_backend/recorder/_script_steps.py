@@ -385,9 +385,9 @@ class Steps:
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         parts_of_step = {tuple(map(id, part)): part for each in gradients for part in each.microbatches}
         if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            names = self.recorder.module_names
+            trained, names = self._as_trained(values), self.recorder.module_names
             for turn in step.turns:
-                for interior in interiors_of(turn, self._as_trained(values), grid, leads[turn.model], names):
+                for interior in interiors_of(turn, trained, grid, leads[turn.model], names):
                     self.recorder.add_interior(interior)
         if records and len(leads) == 1:
             self._add_state(step)
