@@ -56,7 +56,7 @@ LAYOUT_PRIMITIVES = frozenset(
 )
 """Primitives that move or cast elements without computing: their output is a view of a parameter."""
 _BACKWARD = "transpose(recompute)"
-"""The scope of what backward recomputes; JAX's scopes of backward contain `transpose(` too."""
+"""The scope of recomputation in backward; JAX's scopes of backward contain `transpose(` too."""
 
 
 ELEMENTWISE = frozenset(
@@ -114,7 +114,7 @@ def computes(equation: JaxprEqn) -> bool:
 def sums(equation: JaxprEqn) -> bool:
     """Whether an equation computes more than single elements, so that a loop over layers saves its results.
 
-    Of an unrolled program XLA recomputes elementwise results where backward reads them, instead of keeping them in memory. It
+    XLA recomputes elementwise results of an unrolled program where backward reads them, instead of keeping them in memory. It
     cannot do so from one loop to another: all that is saved there is stored for each layer.
     """
     return not _computed(equation) <= ELEMENTWISE
@@ -175,7 +175,7 @@ def rematerialize(fun: Callable, saves: Saves) -> Callable:
 
 
 def _forward(vjp: Callable, args: tuple[Any, ...], saves: Saves) -> tuple[Any, Callable]:
-    """The result of `vjp(*args)` and its pullback, a pytree of what is saved.
+    """The result of `vjp(*args)` and its pullback, a pytree of the saved values.
 
     Args:
         vjp: from arguments to (a result, a pullback that is a pytree).

@@ -16,10 +16,11 @@ from jax_backend.shards._sharded_params import ShardedParams
 
 
 def joined(models: Mapping[str, ShardedParams]) -> ShardedParams:
-    """The shards of all models, whose names begin with those of the models.
+    """The shards of all models, under names that begin with the model's. Their tree has no structure of full parameters: it
+    describes shards alone.
 
     Args:
-        models: by name, of each model the parameters, or their gradients or updates.
+        models: by name, the parameters of each model, or their gradients or updates.
     """
     parts = [named(name, sharded) for name, sharded in models.items()]
     arrays = {name: each for part in parts for name, each in part.buckets.items()}

@@ -40,9 +40,9 @@ USE_RECORDER = """record from inside the script:
             recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
 
 _SHARDS = "shards."
-"""The beginning of the paths of trained shards in ShardedParams."""
+"""The prefix of the paths of trained shards in ShardedParams."""
 _OF_SHARDS, _OF_PROBES = "0.", "1."
-"""The beginnings of the paths of what `jax_backend.value_and_grad` differentiates: shards, and probes of local gradients."""
+"""Prefixes of the paths that `jax_backend.value_and_grad` differentiates by: shards, and probes of local gradients."""
 Params = OrderedDict[str, Value]
 """Parameters by name."""
 
@@ -72,8 +72,8 @@ class Gradient:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is each rank's own, of a step of ShardedParams with `reduces=False`. Such gradients are added, and the loss
-        function divides by their number."""
+        """Whether it is a rank's own gradient, of a step with `reduces=False`. Such gradients are added, and the loss function
+        divides by their number."""
         return any(name.startswith(_OF_PROBES) for name in self.tap.about[0])
 
     @property

@@ -12,7 +12,6 @@ returns the loss, at every step. At recorded steps another program runs before i
 recorded and takes as long again. So the script gets the same bits whichever steps are recorded.
 """
 
-import inspect
 import math
 import sys
 import threading
@@ -47,6 +46,7 @@ from jax_backend.recorder._params_as_arrays import placed_like
 from jax_backend.recorder._params_as_shards import names_by_path
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
+from jax_backend.recorder._script_batch import arrays_named_in, batch_arguments, samples_of_all_ranks
 from jax_backend.recorder._script_session import Differentiated, JittedFunction, Root
 from jax_backend.recorder._script_steps import Steps
 from jax_backend.recorder._script_turns import USE_RECORDER
@@ -217,7 +217,7 @@ class ScriptRecorder:
         state = plan.state if len(steps) == 1 and self._records_state(steps.start) else {}
         own_state = {i: copy(leaves[i]) for i, _ in state.values()}
         batch = [
-            _of_all_ranks(leaves[i], plan.lengths) if i in plan.by_rank else copy(leaves[i])
+            samples_of_all_ranks(leaves[i], plan.lengths) if i in plan.by_rank else copy(leaves[i])
             for i in plan.batch
             if not self._is_of_model(own[i])
         ]
@@ -290,7 +290,7 @@ class ScriptRecorder:
         own |= {id(before[i]) for i, _ in state.values()}
         given, named = (
             [leaf for leaf in each if id(leaf) not in own and may_be_batch(leaf) and not self._is_of_model(leaf)]
-            for each in (before, jax.tree.leaves(_named_in(step.fun)))
+            for each in (before, jax.tree.leaves(arrays_named_in(step.fun)))
         )
         batch = given or named
         if self._records_state(self._steps.number):
@@ -429,7 +429,7 @@ class ScriptRecorder:
         known = set(params) | {reference[1] for _, reference in references if reference[0] == "in"}
         is_incomplete = any(reference[0] == "missing" and name not in BY_REFERENCE for name, reference in references)
         by_rank = jitted.by_rank(args, kwargs)
-        batch = _batch(args, kwargs, result, known, by_rank) if GRADIENT in kinds else ()
+        batch = batch_arguments(args, kwargs, result, known, by_rank) if GRADIENT in kinds else ()
         gradients = tuple(_arguments(tap, "diff") for tap in packed.taps if tap.kind == GRADIENT)
         lengths = next((tuple(scan.length for scan in tap.scans) for tap in packed.taps if tap.kind == GRADIENT), ())
         if GRADIENT in kinds and not any(gradients):
@@ -516,16 +516,6 @@ def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def _named_in(fun: Any) -> list[Any]:
-    """The arrays, in dicts, lists or tuples too, to which a function of the script refers by name."""
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(fun))
-    except (TypeError, ValueError):  # a function without Python code
-        return []
-    found = [*names.nonlocals.values(), *names.globals.values()]
-    return [each for each in found if isinstance(each, np.ndarray | jax.Array | dict | tuple | list)]
-
-
 def _referred(packed: Packed, what: str) -> dict[int, str]:
     """Names of the arguments that are parameters, by index."""
     found: dict[int, str] = {}
@@ -539,54 +529,6 @@ def _arguments(tap: PackedTap, what: str) -> dict[str, int]:
     """The index of each argument that is among these values of a tap, by the names of parameters."""
     own = [reference for name, reference in tap.references if name == what]
     return {name: reference[1] for name, reference in zip(tap.about[0], own, strict=False) if reference[0] == "in"}
-
-
-def _batch(args: Any, kwargs: Any, result: Any, known: set[int], by_rank: frozenset[int]) -> tuple[int, ...]:
-    """The arguments that are the batch: not parameters or state of the optimizer, and not returned under the same name as the
-    statistics of norms and the metrics are.
-
-    Args:
-        known: arguments that are no batch.
-        by_rank: those that have a leading dim of ranks.
-    """
-    returned = {
-        (key, tuple(leaf.shape), leaf.dtype)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]
-        for key in (path, _last_name(path))
-        if hasattr(leaf, "dtype")
-    }
-    # What has the name and the shape of a parameter of several models may be of another one, or a slow copy.
-    models = noted.leaves if noted.num_models > 1 else set()
-    found = []
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]):
-        if i in known or not hasattr(leaf, "dtype"):
-            continue
-        each = jax.ShapeDtypeStruct(leaf.shape[i in by_rank :], leaf.dtype)
-        if not may_be_batch(each) or (path_name(path).rpartition(".")[2], each.shape) in models:
-            continue
-        # Positional arguments are the first part of the pair of arguments.
-        if not {(key, tuple(leaf.shape), leaf.dtype) for key in (path[1:], _last_name(path))} & returned:
-            found.append(i)
-    return tuple(found)
-
-
-def _of_all_ranks(leaf: Any, lengths: Sequence[int]) -> Any:
-    """An array with a leading dim of ranks as one with the samples of all ranks.
-
-    Args:
-        lengths: of the scans around the gradient. The dims that they cut come first.
-    """
-    cut = 0
-    while cut < len(lengths) and leaf.ndim > cut + 2 and leaf.shape[cut + 1] == lengths[cut]:
-        cut += 1
-    moved = jnp.moveaxis(leaf, 0, cut)
-    return jnp.reshape(moved, (*moved.shape[:cut], -1, *moved.shape[cut + 2 :]))
-
-
-def _last_name(path: Any) -> str | None:
-    last = next((key for key in reversed(path) if not isinstance(key, jax.tree_util.SequenceKey)), None)
-    name = None if last is None else getattr(last, "key", getattr(last, "name", None))
-    return name if isinstance(name, str) and isinstance(path[-1], type(last)) else None
 
 
 def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:

@@ -60,7 +60,7 @@ def checkpointed(layer: Any, hidden: Any, blocks: Any, batch: Any) -> Any:
 
 
 def penalised(layer: Any, hidden: Any, blocks: Any, batch: Any) -> Any:
-    """A gradient of what is not sharded."""
+    """A gradient with respect to an activation."""
     inner = jax.grad(lambda x: jnp.tanh(x @ x.T).sum())(hidden)
     return scan(lambda x, own, _: (layer(x, own), None), hidden, blocks)[0] * jnp.sum(inner**2)
 

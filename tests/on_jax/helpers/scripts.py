@@ -274,6 +274,16 @@ result = params
 """
 )
 
+SHARDED_STEP = """
+@jax.jit
+def step(params, opt_state, batch):
+    result = value_and_grad(params, batch)
+    grads = jax.tree.map(lambda grad: FAULT * grad, result.grads)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return jax_backend.apply_updates(params, updates), opt_state, result.loss
+"""
+"""A step of jax_backend."""
+
 RESHARDED = (
     FUNCTIONS
     + """
@@ -286,13 +296,9 @@ opt_state = optimizer.init(params)
 value_and_grad = jax_backend.value_and_grad(
     lambda params, batch: loss_fn(params, batch["image"], batch["label"]), mesh, mode="MODE"
 )
-@jax.jit
-def step(params, opt_state, batch):
-    result = value_and_grad(params, batch)
-    grads = jax.tree.map(lambda grad: FAULT * grad, result.grads)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return jax_backend.apply_updates(params, updates), opt_state, result.loss
-for batch in batches:
+"""
+    + SHARDED_STEP
+    + """for batch in batches:
     params, opt_state, loss = step(params, opt_state, batch)
 result = params
 """

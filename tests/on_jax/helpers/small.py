@@ -105,7 +105,7 @@ def linear_loss(params, batch):
 
 
 def saved_for_backward(step, *args):
-    """Shapes of what forward saves for a backward that recomputes other values."""
+    """Shapes of the values that forward saves for backward, which recomputes the others."""
     shapes = []
 
     def walk(jaxpr):

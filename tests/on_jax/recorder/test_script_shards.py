@@ -8,7 +8,7 @@ from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.program import MODE, PROGRAM
 from crossframe.verdict import Verdict, compare
 from jax_backend import unshard
-from tests.on_jax.helpers.scripts import HEAD
+from tests.on_jax.helpers.scripts import HEAD, SHARDED_STEP
 
 MODEL = (
     HEAD
@@ -42,19 +42,16 @@ def step(params, opt_state, batch):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 """
-SHARDED = """
+SHARDED = (
+    """
 mesh = jax_backend.make_mesh(SPEC, jax.devices()[:SPEC.world_size])
 params = jax_backend.shard(params, mesh, layout=LAYOUT, units=("layers.1",))
 optimizer = jax_backend.sharded_optimizer(tx)
 opt_state = optimizer.init(params)
 value_and_grad = jax_backend.value_and_grad(loss_fn, mesh, mode=MODE)
-@jax.jit
-def step(params, opt_state, batch):
-    result = value_and_grad(params, batch)
-    grads = jax.tree.map(lambda grad: FAULT * grad, result.grads)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return jax_backend.apply_updates(params, updates), opt_state, result.loss
 """
+    + SHARDED_STEP
+)
 HALVES = """
 parts = lambda batch: [jax.tree.map(lambda leaf: leaf[start::2], batch) for start in range(2)]
 """
