@@ -1,13 +1,14 @@
 """The collectives of a step, planned and recorded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from crossframe.plan import plan_units, step_plan
 from crossframe.precision import PrecisionPolicy
 from crossframe.recording import Recording, common_steps
 from crossframe.strategy import Strategy, Sync
-from crossframe.trace import COLLECTIVES, Event, collectives, difference, summary
+from crossframe.trace import ALL_GATHER, COLLECTIVES, Event, collectives, difference, summary
 
 STEP, RANK = 0, 0
 
@@ -26,22 +27,52 @@ def plans(recording: Recording) -> list[list[Event]]:
 def trace_of(name_a: str, a: Recording, name_b: str, b: Recording) -> dict[str, Any] | None:
     """`{"plan", name_a, name_b, "equal"}`: summaries of step 0 on rank 0; None unless both recorded collectives.
 
-    "equal" asks that each run did what was planned for it, as multisets: a compiler orders as it likes. The plan that is shown
-    is that of `a`.
+    "equal" asks that each run did what was planned for it. The plan that is shown is that of `a`.
     """
     if not common_steps(a, b):
         return None
     seen = [collectives(recording.collectives(STEP, RANK)) for recording in (a, b)]
     if not all(seen):
         return None
-    followed = [_followed(plans(recording), events) for recording, events in zip((a, b), seen, strict=True)]
+    followed = [followed_plan(recording) for recording in (a, b)]
     shown = followed[0] or plans(a)[0]
     return {"plan": summary(shown), name_a: summary(seen[0]), name_b: summary(seen[1]), "equal": all(followed)}
 
 
-def _followed(possible: Sequence[list[Event]], seen: Sequence[Event]) -> list[Event] | None:
-    """The plan that a run followed, compared as multisets of collectives; None if it followed no plan."""
-    return next((plan for plan in possible if not difference(plan, seen, ordered=False, kinds=COLLECTIVES)), None)
+def followed_plan(recording: Recording) -> list[Event] | None:
+    """The plan that the collectives of a run followed, or None. They are compared as multisets, since a compiler orders as it
+    likes, without those of the loss function itself. A program of JAX does not gather again what backward does not need, such as
+    biases.
+    """
+    units = dict(recording.layouts())
+    seen = [event for event in recording.collectives(STEP, RANK) if event.unit in units]
+    is_compiled = recording.manifest.framework == "jax"
+    for plan in plans(recording):
+        needed = _as_needed(plan, seen) if is_compiled else plan
+        if not difference(needed, seen, ordered=False, kinds=COLLECTIVES):
+            return plan
+    return None
+
+
+def _as_needed(plan: Sequence[Event], seen: Sequence[Event]) -> list[Event]:
+    """A plan without the gathers in backward that were not seen; of one that gathered a part of what was planned, the part."""
+    gathers = [event for event in seen if _is_in_backward(event)]
+    found = []
+    for event in plan:
+        if not _is_in_backward(event):
+            found.append(event)
+        elif parts := [each for each in gathers if _is_part(each, event)]:
+            gathers.remove(parts[0])
+            found.append(parts[0])
+    return found
+
+
+def _is_in_backward(event: Event) -> bool:
+    return event.kind == ALL_GATHER and event.phase == "backward"
+
+
+def _is_part(part: Event, whole: Event) -> bool:
+    return part.num_bytes <= whole.num_bytes and replace(part, num_bytes=whole.num_bytes) == whole
 
 
 def trace_table(traces: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -18,7 +18,8 @@ from jax_backend.mesh._device_mesh import check_mesh, mesh_spec, model_axes
 from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
-MODES = ("shard_map", "jit")
+SHARD_MAP = "shard_map"
+MODES = (SHARD_MAP, "jit")
 
 
 class Result(NamedTuple):

@@ -13,11 +13,11 @@ from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 
 
-def combined(calls: Sequence[tuple[LocalGrads, ShardedParams]], grads: Any) -> LocalGrads | None:
+def combined(calls: Sequence[tuple[LocalGrads, ShardedParams | None]], grads: Any) -> LocalGrads | None:
     """Each rank's own gradients at a step, combined as the loop combines the reduced ones; None if it does so in another way.
 
     Args:
-        calls: each rank's own gradients and the reduced ones of every call that reduces them.
+        calls: each rank's own gradients and the reduced ones, if they are known, of every call that reduces them.
         grads: those that the loop passed to `step`: of one call these are known whatever it did to them, such as clipping. Of
             several they have to be their mean or their sum.
     """

@@ -5,30 +5,36 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from crossframe.replacing import setting
+from crossframe.trace import Event
 from jax_backend.engine import _remat
 from jax_backend.engine._step import Step
+from jax_backend.programs._trace import trace_of
 from jax_backend.recorder._module_calls import reporting_modules
+from jax_backend.recorder._params_as_shards import recorded_collectives
 from jax_backend.recorder._perturbed_rounding import rounded
 from jax_backend.recorder._script_session import Root, inside_update, seen_updates
 from jax_backend.recorder._taps import (
     GRADIENT,
     Detail,
+    RankStep,
     Tap,
     Value,
     at_level,
     collecting,
     innermost,
+    not_collecting,
     pack,
     traced,
     unpacked,
     value_of_ranks,
 )
+from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import path_name
 
 _value_and_grad, _value_and_grad_of_ranks = jax.value_and_grad, _remat.value_and_grad
@@ -90,7 +96,10 @@ class DifferentiatedFunction:
         return result, self.tap(result, args, unpacked(packed, (), (), collector.inputs))
 
     def diff(self, args: tuple[Any, ...]) -> Any:
-        """The arguments that are differentiated."""
+        """The arguments that are differentiated. Those of a step of `jax_backend.value_and_grad` are its shards; the others are
+        probes, whose gradients are those of a rank before their reduction."""
+        if _rank_step() is not None:
+            return args[0]
         return args[self.argnums] if isinstance(self.argnums, int) else tuple(args[i] for i in self.argnums)
 
     def tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
@@ -98,14 +107,25 @@ class DifferentiatedFunction:
         value, grads = result
         collector = innermost()
         assert collector is not None
+        step, local = _rank_step(), {}
+        if step is not None:
+            grads, local = grads
         loss = value_of_ranks(collector, value[0] if self.has_aux else value)
         leaves = jax.tree_util.tree_flatten_with_path(self.diff(args))[0]
         names = tuple(path_name(path) for path, _ in leaves)
         shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(grads))
         values: dict[str, Any] = {"loss": loss, "diff": tuple(Value(leaf) for _, leaf in leaves)}
         values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
+        is_reduced = step is not None and step.reduces
+        local = local if is_reduced and collector.detail is Detail.INTERIOR else {}
+        values["local_grads"] = {bucket: value_of_ranks(collector, array) for bucket, array in local.items()}
         values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in inside)
-        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside)), values)
+        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside), step), values)
+
+
+def _rank_step() -> RankStep | None:
+    collector = innermost()
+    return None if collector is None else collector.described.rank_step
 
 
 def _repeatable(fun: Any) -> Any:
@@ -144,14 +164,31 @@ def loss_of_rank(own: Callable) -> Callable:
 
 
 def step_of_ranks(own: Callable) -> Callable:
-    """`run_on_ranks`, whose settings are noted."""
+    """`run_on_ranks`, whose settings and collectives are noted, with each rank's own gradients where the interior is."""
 
     @functools.wraps(own)
-    def call(step: Step, *args: Any) -> Any:
-        if (collector := innermost()) is not None:
-            collector.described.mode = step.mode
-            collector.described.strategy = step.strategy.value
-        return own(step, *args)
+    def call(step: Step, sharded: ShardedParams, *args: Any) -> Any:
+        if (collector := innermost()) is None or collector.described.rank_step is not None:
+            return own(step, sharded, *args)
+        described = collector.described
+        described.mode, described.strategy = step.mode, step.strategy.value
+        leaves, structure = jax.tree.flatten((sharded, args))
+        key = id(step), structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in described.rank_steps:
+            events: tuple[Event, ...] = ()  # of those that XLA places, none is known
+            if not step.reduction.by_xla:
+                with not_collecting():
+                    found = trace_of(functools.partial(own, step), sharded, *args, mesh=step.mesh)
+                events = tuple(recorded_collectives(sharded.tree, found))
+            described.rank_steps[key] = step, RankStep(step.reduction.now, events)
+        described.rank_step = described.rank_steps[key][1]
+        is_observed = described.rank_step.reduces and collector.detail is Detail.INTERIOR
+        given = replace(step, local_grads=True) if is_observed else step
+        try:
+            *found, local = own(given, sharded, *args)
+        finally:
+            described.rank_step = None
+        return (*found, local if step.local_grads else None)
 
     return call
 

@@ -11,6 +11,7 @@ from crossframe.checkpoint import state_layout
 from crossframe.layout import Layout
 from crossframe.param_map import ParamMap
 from jax_backend.shards._bucket import Bucket
+from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams
 
@@ -25,6 +26,12 @@ def joined(models: Mapping[str, ShardedParams]) -> ShardedParams:
     parts = [named(name, sharded) for name, sharded in models.items()]
     arrays = {name: each for part in parts for name, each in part.buckets.items()}
     return ShardedParams.of(_joined_trees(tuple(part.tree for part in parts)), arrays)
+
+
+def joined_local_grads(models: Mapping[str, LocalGrads]) -> LocalGrads:
+    """The same of each rank's own gradients."""
+    lines = {_rename(name)(bucket): line for name, own in models.items() for bucket, line in own.lines.items()}
+    return LocalGrads(lines, _joined_trees(tuple(_named_tree(name, own.tree) for name, own in models.items())))
 
 
 def named(model: str, sharded: ShardedParams) -> ShardedParams:

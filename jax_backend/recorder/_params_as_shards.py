@@ -1,6 +1,7 @@
 """Cuts parameters in ShardedParams into the pieces of each rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from crossframe.layout import Layout, PerParamLayout, Piece
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.params import ParamSpec
 from crossframe.recording.perturbed_runs import perturbed_values
+from crossframe.trace import Event
 from jax_backend.mesh._device_mesh import device_of, mesh_spec, num_ranks
 from jax_backend.mesh._rank_parts import check_in_one_process
 from jax_backend.optimizer._sharded_optimizer import true_shape
@@ -220,6 +222,22 @@ def _units(bucket: Bucket) -> tuple[tuple[str, Layout], ...]:
 def _names(bucket: Bucket, name: str) -> list[str]:
     """The names of a parameter in a recording, one for each layer."""
     return [rename(name) for rename in bucket.layers.renames(bucket.unit)]
+
+
+def recorded_collectives(tree: ParamTree, events: Iterable[Event]) -> Iterator[Event]:
+    """The collectives of one call of a step by the units of its recording: those of a stacked unit by layer, and none of frozen
+    parameters."""
+    buckets = {(bucket.unit, bucket.index): bucket for bucket in tree.buckets}
+    seen: Counter[tuple[str, ...]] = Counter()
+    for event in events:
+        bucket = buckets.get((event.unit, event.bucket))
+        if bucket is None:  # the loss function's own
+            yield event
+        elif bucket.trainable:
+            units, of_bucket = _units(bucket), (event.kind, event.phase, bucket.name)
+            unit, _ = units[seen[of_bucket] % len(units)]
+            seen[of_bucket] += 1
+            yield replace(event, unit=unit)
 
 
 def trained_names(tree: ParamTree) -> list[str]:

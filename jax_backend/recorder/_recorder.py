@@ -25,7 +25,7 @@ from crossframe.recording.known_settings import LOSSES, MEAN, PER_RANK
 from crossframe.recording.run_options import RunOptions
 from crossframe.trace import Event
 from jax_backend.activations import Activations, listening
-from jax_backend.engine._value_and_grad import MODES, Result
+from jax_backend.engine._value_and_grad import SHARD_MAP, Result
 from jax_backend.other_rounding import other_rounding
 from jax_backend.programs._trace import trace_of
 from jax_backend.ranks._processes import gather_values
@@ -38,7 +38,7 @@ from jax_backend.recorder._modules import check_channels_last, describe_modules,
 from jax_backend.recorder._observed_loss import Interior, programs_of
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._params_as_arrays import ArrayPieces
-from jax_backend.recorder._params_as_shards import ShardPieces
+from jax_backend.recorder._params_as_shards import ShardPieces, recorded_collectives
 from jax_backend.recorder._taps import Value
 from jax_backend.recorder._writers import StepData, Writers
 from jax_backend.shards._local_grads import LocalGrads
@@ -220,7 +220,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._interiors: list[Interior] = []
-        self._reduced: list[tuple[LocalGrads, ShardedParams]] = []
+        self._reduced: list[tuple[LocalGrads, ShardedParams | None]] = []
         self._events: list[Event] = []
         self._num_microbatches = 0
         self._calls: list[PyTree] = []
@@ -268,6 +268,14 @@ class Recorder:
     def add_interior(self, interior: Any) -> None:
         """Add the interior of a microbatch of this step, whose values the source of the recording reads."""
         self._interiors.append(interior)
+
+    def add_local_grads(self, grads: LocalGrads) -> None:
+        """Add each rank's own gradients of this step."""
+        self._reduced.append((grads, None))
+
+    def add_collectives(self, events: Iterable[Event]) -> None:
+        """Add collectives of rank 0 in this step."""
+        self._events += events
 
     def add_state(self, initial: ByRank, after: ByRank) -> None:
         """Add state of the model that is no parameter: that before the first step, and that after the step."""
@@ -532,7 +540,8 @@ class Recorder:
                 "value_and_grad: expected a Recorder of ShardedParams, got one of a pytree of arrays; make them with "
                 "jax_backend.shard, or record what the loop has by recorder.step"
             )
-        self._mode = str(options.get("mode", MODES[0]))
+        self._mode = str(options.get("mode", SHARD_MAP))
+        tree = self._source.tree
         plain, dense = programs_of(loss_fn, self._source.grid.mesh, options)
         program = dense if one_program else plain
         seed = {"seed": np.uint32(self.perturbed_run)} if self.perturbed_run else {}
@@ -549,8 +558,9 @@ class Recorder:
                 inside = dense(*args, **kwargs)
                 self._trace.microbatch(inside.losses, inside.aux[1].activations.values)
                 return inside._replace(aux=inside.aux[0])
-            if not events:
-                events.extend(trace_of(program, *args, mesh=self._source.grid.mesh, **kwargs))
+            if not events and self._mode == SHARD_MAP:  # otherwise XLA places them
+                found = trace_of(program, *args, mesh=self._source.grid.mesh, **kwargs)
+                events.extend(recorded_collectives(tree, found))
             self._events += [replace(event, microbatch=self._num_microbatches) for event in events]
             self._num_microbatches += 1
             result = program(*args, **kwargs)

@@ -63,7 +63,7 @@ def _activations(
     tap: Tap, microbatch: int, batch: Sequence[Any], grid: Grid, model: Model, cut: _Cut | None, lead: str
 ) -> dict[tuple[str, str], Any]:
     """The activations of a microbatch, by module and use."""
-    paths, _, about = tap.about
+    paths, _, about, _ = tap.about
     if model.tree is not None:  # it is differentiated by shards, in which no module is
         paths = model.paths
     owners = {name[:i] for name in model.paths for i in range(len(name)) if name[i] == "."} | {""}

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from crossframe.errors import UsageError
 from jax_backend.recorder._params_as_shards import trained_names
-from jax_backend.recorder._taps import Tap, Value
+from jax_backend.recorder._taps import RankStep, Tap, Value
 from jax_backend.shards._param_tree import ParamTree
 from jax_backend.shards._sharded_params import ShardedParams
 
@@ -40,9 +40,7 @@ USE_RECORDER = """record from inside the script:
             recorder.step(params=params, grads=grads, loss=loss, opt_state=opt_state, batch=batch)"""
 
 _SHARDS = "shards."
-"""The prefix of the paths of trained shards in ShardedParams."""
-_OF_SHARDS, _OF_PROBES = "0.", "1."
-"""Prefixes of the paths that `jax_backend.value_and_grad` differentiates by: shards, and probes of local gradients."""
+"""The prefix of the paths of trained shards in ShardedParams, which `jax_backend.value_and_grad` differentiates by."""
 Params = OrderedDict[str, Value]
 """Parameters by name."""
 
@@ -74,7 +72,17 @@ class Gradient:
     def is_local(self) -> bool:
         """Whether it is a rank's own gradient, of a step with `reduces=False`. Such gradients are added, and the loss function
         divides by their number."""
-        return any(name.startswith(_OF_PROBES) for name in self.tap.about[0])
+        return self.rank_step is not None and not self.rank_step.reduces
+
+    @property
+    def rank_step(self) -> RankStep | None:
+        """The step of `jax_backend.value_and_grad` that takes it."""
+        return self.tap.about[3]
+
+    @property
+    def rank_steps(self) -> list[RankStep]:
+        """The same for each microbatch."""
+        return [self.rank_step] * self.num_microbatches if self.rank_step is not None else []
 
     @property
     def num_microbatches(self) -> int:
@@ -212,7 +220,7 @@ class Model:
     @functools.cached_property
     def of_ranks(self) -> set[str]:
         """The paths of its shards among the arguments of a step of `jax_backend.value_and_grad`."""
-        return {f"{_OF_SHARDS}{name.removeprefix(_SHARDS)}" for name in self.names}
+        return {name.removeprefix(_SHARDS) for name in self.names}
 
     @property
     def param_names(self) -> Sequence[str]:

@@ -27,6 +27,7 @@ from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.sharding import SingleDeviceSharding
 
 from crossframe.replacing import setting
+from crossframe.trace import Event
 from jax_backend.mesh._vmap import mapped_ranks
 from jax_backend.tree import is_key
 
@@ -143,6 +144,19 @@ class Packed:
     taps: tuple[PackedTap, ...] = field(metadata={"static": True})
 
 
+@dataclass(frozen=True)
+class RankStep:
+    """A step of `jax_backend.value_and_grad`, inside of which a gradient is taken.
+
+    Attributes:
+        reduces: whether it reduces gradients.
+        collectives: those of rank 0.
+    """
+
+    reduces: bool
+    collectives: tuple[Event, ...]
+
+
 @dataclass
 class Described:
     """What is known of a step before it runs.
@@ -151,12 +165,16 @@ class Described:
         paths: of the arrays that the loss function is differentiated by.
         modules: class and options of the modules in the loss function, by raw name.
         mode, strategy: of a step of `jax_backend.value_and_grad`, if it is one.
+        rank_step: that step, while its gradients are taken.
+        rank_steps: those traced so far, by id and the shapes of arguments, with what keeps the id.
     """
 
     paths: Sequence[str] = ()
     modules: dict[str, str] = field(default_factory=dict)
     mode: str | None = None
     strategy: str | None = None
+    rank_step: RankStep | None = None
+    rank_steps: dict[Any, tuple[Any, RankStep]] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Small recordings that numpy makes up: two units, plain gradient descent, six samples a step over all ranks."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -161,8 +162,11 @@ def both(*tampers: Tamper) -> Tamper:
     return change
 
 
+@functools.cache
 def _draw(shape: tuple[int, ...], *seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
+    values = np.asarray(np.random.default_rng(seed).standard_normal(shape))
+    values.flags.writeable = False
+    return values
 
 
 def _steps(made: Manifest, rank: int, tamper: Tamper) -> Iterable[tuple[int, Callable[[RecordingWriter], None]]]:

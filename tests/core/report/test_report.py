@@ -30,9 +30,9 @@ from crossframe.report.line_chart import STYLES, Limit, Line, line_chart
 from crossframe.report.page import page, write_report
 from crossframe.report.tables_and_curves import Worst, curves, heat_map, level, phases
 from crossframe.report.terminal import print_report
-from crossframe.report.traces import plans
+from crossframe.report.traces import followed_plan, plans
 from crossframe.strategy import Sync
-from crossframe.trace import collectives, summary
+from crossframe.trace import Event, collectives, summary
 from crossframe.verdict import Divergence, PairVerdict, Verdict
 from crossframe.verdict.diagnosis import Diagnosis
 from crossframe.verdict.diagnosis.fit import SIGNATURES
@@ -249,6 +249,27 @@ def test_a_trace_that_is_not_as_planned_is_shown_first(tmp_path, monkeypatch):
     assert "A run deviates from the planned collectives" in page
     assert page.count("class=off") == 1
     assert "collectives NOT as planned" in printed(report, series)
+
+
+@pytest.mark.parametrize(
+    ("framework", "num_bytes", "is_planned"),
+    [
+        pytest.param("jax", 8 * 10, True, id="without biases, which backward does not need"),
+        pytest.param("jax", None, True, id="none, since backward needs nothing of it"),
+        pytest.param("jax", 8 * 21, False, id="more than planned"),
+        pytest.param("torch", 8 * 10, False, id="torch, which gathers units as a whole"),
+    ],
+)
+def test_jax_may_gather_less_in_backward(tmp_path, monkeypatch, framework, num_bytes, is_planned):
+    def changed(*args):
+        events = list(step_plan(*args))
+        (i,) = [i for i, each in enumerate(events) if (each.kind, each.phase) == ("all_gather", "backward")]
+        events[i : i + 1] = [] if num_bytes is None else [replace(events[i], num_bytes=num_bytes)]
+        return [*events, Event("all_reduce", "<loss_fn>", "forward", "float64", 8, (0, 1))]  # the loss function's own
+
+    monkeypatch.setattr(synthetic, "step_plan", changed)
+    found = synthetic.record(tmp_path / "a", synthetic.manifest(framework=framework))
+    assert (followed_plan(found) is not None) is is_planned
 
 
 @pytest.mark.parametrize("sync", [Sync.EACH, Sync.LAST])

@@ -1,11 +1,15 @@
 """Scripts that train ShardedParams, recorded, next to the same training without shards."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.program import MODE, PROGRAM
+from crossframe.report.traces import followed_plan
+from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
 from crossframe.verdict import Verdict, compare
 from jax_backend import unshard
 from tests.on_jax.helpers.scripts import HEAD, SHARDED_STEP
@@ -117,9 +121,25 @@ def test_a_sharded_run_agrees_with_a_plain_one(tmp_path, run, layout, mode, spec
     # Of 8 samples each rank computes its own, in both modes.
     shape = sharded.activation(0, 0, 0, "layers.1", "output").shape
     assert shape == (8 // sharded.manifest.world_size, 5)
+    assert_reduced_gradients_are_means(sharded)
+    if mode == "jit":  # XLA places them
+        assert not sharded.collectives(1, 0)
+    else:
+        assert sharded.collectives(1, 0) == sharded.collectives(0, 0) and followed_plan(sharded)
     fault = recorded(run, tmp_path, "fault", text(SHARDED, **given), fault=1.01)
     verdict = compare(plain, fault)
     assert verdict.verdict is Verdict.BUG and verdict.first_divergence.phase == "reduce"
+
+
+def assert_reduced_gradients_are_means(recording):
+    """Of the ranks' own, which differ."""
+    for name in recording.manifest.params:
+        own = [recording.local(0, rank, name) for rank in range(recording.manifest.world_size)]
+        assert not np.array_equal(own[0], own[1])
+        bound = 64 * np.finfo(np.float32).eps * max(map(np.linalg.norm, own))
+        np.testing.assert_allclose(
+            np.mean(own, axis=0), recording.full("reduce", 0, name).reshape(own[0].shape), 0, bound
+        )
 
 
 def test_a_mask_exempts_parameters_by_name(tmp_path, run):
@@ -133,6 +153,12 @@ def test_losses_of_added_gradients_are_added(tmp_path, run, mode):
     plain = recorded(run, tmp_path, "plain", text(HALVES, PLAIN, IN_PARTS))
     sharded = recorded(run, tmp_path, "sharded", text(HALVES, SHARDED, SHARDED_IN_PARTS, mode=mode))
     assert compare(plain, sharded).verdict is Verdict.ROUNDING
+    assert_reduced_gradients_are_means(sharded)
+    if mode == "jit":
+        return
+    of_microbatches = Counter((event.microbatch, event.kind) for event in sharded.collectives(1, 0))
+    assert of_microbatches[0, REDUCE_SCATTER] == 0 < of_microbatches[1, REDUCE_SCATTER]
+    assert of_microbatches[0, ALL_GATHER] == of_microbatches[1, ALL_GATHER] > 0
 
 
 def test_small_steps_of_multisteps_are_one_step(tmp_path, run):
@@ -192,6 +218,8 @@ def test_several_sharded_models_are_recorded_together(tmp_path, run, layout):
     sharded = recorded(run, tmp_path, "sharded", script.replace("LAYOUT", repr(layout)))
     assert {*sharded.manifest.params} == {"actor.a", "actor.out", "critic.w", "critic.out"}
     assert compare(plain, sharded).verdict is Verdict.ROUNDING
+    assert_reduced_gradients_are_means(sharded)
+    assert {event.unit for event in sharded.collectives(1, 0)} == {"actor", "critic"} and followed_plan(sharded)
     for recording in (plain, sharded):
         for name in sharded.manifest.params:
             assert {*recording.state_slots(2, name)} == {"exp_avg", "exp_avg_sq"}
@@ -266,6 +294,7 @@ tx = optax.adamw(0.01)
     status, variables = run(script.replace("MODE", "'shard_map'"))
     assert status == 0
     found = Recording.open(tmp_path / "out")
+    assert followed_plan(found)
     assert {*found.manifest.params} == {"inp", "out", "blocks.0.w", "blocks.1.w", "blocks.2.w"}
     blocks = np.asarray(unshard(variables["result"])["blocks"]["w"])
     for layer, wanted in enumerate(blocks):
