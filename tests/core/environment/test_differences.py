@@ -23,6 +23,12 @@ from crossframe.recording import program
 from tests.core.environment.cases import CASES
 
 
+def test_each_row_has_an_effect_and_a_clause():
+    for row in TABLE:
+        assert isinstance(row.effect, Effect) and row.section in SECTIONS and row.device in ("", CPU, ACCELERATOR), row
+        assert " " in row.reason and not row.reason.endswith("."), row
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_the_first_difference_is_the_expected_one(case):
     found, mirrored = (differences(*map(Environment, pair)) for pair in ((case.a, case.b), (case.b, case.a)))

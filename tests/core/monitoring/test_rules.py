@@ -98,6 +98,11 @@ def test_gradients_with_spikes_and_a_common_decrease_raise_no_alarm():
     assert not any(rule.add({"a": (10.0**-step, 9), "b": (10.0**-step, 9)}) for step in range(12))
 
 
+def test_what_is_usual_is_that_of_the_last_steps():
+    said = gradients(lambda step: 1.0 if step < 80 else 0.01 if step < 150 else 1e-6, steps=154)
+    assert not any(said[:150]) and said[-1].endswith("usually 0.0091")  # next to a gradient of 1.1
+
+
 @pytest.mark.parametrize(
     ("change", "epsilon", "text", "step"),
     [

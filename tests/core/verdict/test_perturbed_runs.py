@@ -12,7 +12,7 @@ from crossframe.recording import Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.perturbed_runs.spread import eccentricity, margin, spread_of
+from crossframe.verdict.perturbed_runs.spread import eccentricity, margin, share_of_zeros, spread_of
 from crossframe.verdict.perturbed_runs.steady_elements import Steady
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
@@ -118,6 +118,18 @@ def test_zeros_in_place_of_large_elements_are_decisive(tmp_path, change, verdict
         synthetic.record(a.directory / perturbed_run_folder(i), a.manifest, tamper=jitter(i, 0.03))
     found = compare(a, run(tmp_path / "b", tamper=of_block(change)))
     assert found.verdict is verdict and found.limit_used > 1 and found.limit_used < 3.16, found.reason
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "share"),
+    [
+        pytest.param([3.0, 0.0, 1.0, 0.0], [3.0, 4.0, 4.0, 0.0], 4**2 / (4**2 + 3**2), id="one of two"),
+        pytest.param([0.0, 1.0], [0.0, 2.0], 0.0, id="zeros on both sides"),
+        pytest.param([0.0, 1.0], [np.nan, 1.0], 0.0, id="as far as it is finite, there is no distance"),
+    ],
+)
+def test_the_share_of_zeros_is_that_of_the_squared_distance(a, b, share):
+    assert share_of_zeros(quantity(a, b, phase="reduce")) == pytest.approx(share)
 
 
 def test_zeros_that_perturbed_runs_show_too_are_not_decisive(tmp_path):
