@@ -28,6 +28,9 @@ _ROUNDINGS = 16
 """More operations than a script needs to compute a setting or the rate of a step from its constants: each rounds once."""
 MOST_REASONS = 8
 """The number of reasons that are listed in full."""
+_TO_DO = (
+    "train the same parameters in both runs, or, if only their names differ, pass a map (crossframe map, then --map)"
+)
 BATCH = "batch"
 """The name of the setting that stands for different samples."""
 
@@ -232,6 +235,8 @@ def why_incomparable(a: Recording, b: Recording) -> str | None:
     """
     found = list(_reasons(a, b))
     more = [f"and {len(found) - MOST_REASONS} more differences"] if len(found) > MOST_REASONS else []
+    if a.manifest.params.keys() != b.manifest.params.keys():
+        more.append(_TO_DO)
     return "; ".join([*found[:MOST_REASONS], *more]) or None
 
 
