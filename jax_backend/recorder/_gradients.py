@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from crossframe.replacing import setting
-from crossframe.trace import Event
 from jax_backend.engine import _remat
 from jax_backend.engine._step import Step
 from jax_backend.programs._trace import trace_of
@@ -174,18 +173,16 @@ def step_of_ranks(own: Callable) -> Callable:
         described.mode, described.strategy = step.mode, step.strategy.value
         leaves, structure = jax.tree.flatten((sharded, args))
         key = id(step), structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in described.rank_steps:
-            events: tuple[Event, ...] = ()  # of those that XLA places, none is known
-            if not step.reduction.by_xla:
-                with not_collecting():
-                    found = trace_of(functools.partial(own, step), sharded, *args, mesh=step.mesh)
-                events = tuple(recorded_collectives(sharded.tree, found))
-            described.rank_steps[key] = step, RankStep(step.reduction.now, events)
-        described.rank_step = described.rank_steps[key][1]
+        is_new = key not in described.rank_steps
+        _, described.rank_step = described.rank_steps.setdefault(key, (step, RankStep(step.reduction.now)))
         is_observed = described.rank_step.reduces and collector.detail is Detail.INTERIOR
         given = replace(step, local_grads=True) if is_observed else step
         try:
             *found, local = own(given, sharded, *args)
+            if is_new and not step.reduction.by_xla:  # of those that XLA places, none is known
+                with not_collecting():  # not before: of functions that JAX has traced, modules would not be seen
+                    events = trace_of(functools.partial(own, step), sharded, *args, mesh=step.mesh)
+                described.rank_step.collectives = tuple(recorded_collectives(sharded.tree, events))
         finally:
             described.rank_step = None
         return (*found, local if step.local_grads else None)

@@ -144,17 +144,17 @@ class Packed:
     taps: tuple[PackedTap, ...] = field(metadata={"static": True})
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RankStep:
     """A step of `jax_backend.value_and_grad`, inside of which a gradient is taken.
 
     Attributes:
         reduces: whether it reduces gradients.
-        collectives: those of rank 0.
+        collectives: those of rank 0, which are known once it has been traced.
     """
 
     reduces: bool
-    collectives: tuple[Event, ...]
+    collectives: Sequence[Event] = ()
 
 
 @dataclass
