@@ -166,6 +166,7 @@ TABLE: tuple[Row, ...] = (
     Row(VALUES, "initial values.*", CERTAINLY, "the runs start from other parameters"),
     Row(VALUES, "order of samples.*", POSSIBLY, "sums over samples are in another order"),
     Row(VALUES, ".*", CERTAINLY, "the runs are trained on other samples"),
+    Row(FRAMEWORK, "the constant .*", CERTAINLY, "the step gets other values beside its batch, such as frozen weights"),
     Row(OPTIMIZER, ".*", CERTAINLY, "every update follows another rule"),
     Row(RUN, "seed", CERTAINLY, "initial values and samples are drawn from other numbers"),
     Row(

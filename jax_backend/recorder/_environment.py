@@ -24,12 +24,15 @@ _CONFIGURED = (
 )
 
 
-def environment_of(*, compiled: bool = True, modules: Mapping[str, str] | None = None) -> Environment:
+def environment_of(
+    *, compiled: bool = True, modules: Mapping[str, str] | None = None, constants: Mapping[str, str] | None = None
+) -> Environment:
     """The environment of this process.
 
     Args:
         compiled: whether steps are jitted.
         modules: class and options of the model's modules by canonical name.
+        constants: digests of arrays that the step gets beside the batch, such as frozen weights, by path.
     """
     facts: dict[str, Fact] = {
         name: fact for name, fact in program(compiled=compiled).items() if name not in _STATED_ELSEWHERE
@@ -39,4 +42,5 @@ def environment_of(*, compiled: bool = True, modules: Mapping[str, str] | None =
             value = getattr(jax.config, name)
             facts[name] = value if isinstance(value, bool | int | float | None) else str(value)
     facts["platform"] = " ".join(str(jax.devices()[0].client.platform_version).split())
+    facts |= {f"the constant {name}": value for name, value in (constants or {}).items()}
     return collect(facts, modules=modules)

@@ -111,13 +111,13 @@ def carried(args: Any, kwargs: Any, result: Any, left_out: AbstractSet[int]) -> 
         left_out: arguments that are no state: parameters and those of the optimizer.
     """
     returned: dict[tuple[tuple[str, ...], Any, Any], list[int]] = {}
-    for j, (names, leaf) in enumerate(_named_leaves(result)):
+    for j, (names, leaf) in enumerate(named_leaves(result)):
         if is_recorded(leaf):
             for start in range(len(names)):
                 returned.setdefault((names[start:], tuple(leaf.shape), leaf.dtype), []).append(j)
     found: dict[str, tuple[int, int]] = {}
     taken: dict[int, int] = {}
-    for i, (names, leaf) in enumerate(_named_leaves((args, kwargs))):
+    for i, (names, leaf) in enumerate(named_leaves((args, kwargs))):
         if i in left_out or not is_recorded(leaf):
             continue
         places = returned.get((names, tuple(leaf.shape), leaf.dtype), [])
@@ -127,7 +127,7 @@ def carried(args: Any, kwargs: Any, result: Any, left_out: AbstractSet[int]) -> 
     return {name: (i, j) for name, (i, j) in found.items() if taken[j] == 1}
 
 
-def _named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The leaves of a pytree in its order, with the parts of their paths."""
     extract = sys.modules.get("flax.nnx.extract")
     kinds: tuple[type, ...] = () if extract is None else (extract.NodeStates,)

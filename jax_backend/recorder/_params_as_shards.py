@@ -242,7 +242,16 @@ def recorded_collectives(tree: ParamTree, events: Iterable[Event]) -> Iterator[E
 
 def trained_names(tree: ParamTree) -> list[str]:
     """The names in a recording of the trained parameters."""
-    specs = ((bucket, spec) for bucket in tree.trainable for spec in bucket.layout.params)
+    return _names_in(tree.trainable)
+
+
+def frozen_names(tree: ParamTree) -> list[str]:
+    """The names that frozen parameters would have in a recording."""
+    return _names_in([bucket for bucket in tree.buckets if not bucket.trainable])
+
+
+def _names_in(buckets: Iterable[Bucket]) -> list[str]:
+    specs = ((bucket, spec) for bucket in buckets for spec in bucket.layout.params)
     return [name for bucket, spec in specs for name in _names(bucket, spec.name)]
 
 

@@ -207,6 +207,7 @@ class Recorder:
         described = params if model is None and is_module(params) else model
         # Class and options of the model's modules, by canonical name.
         self.modules: dict[str, str] = {}
+        self.constants: dict[str, str] = {}
         if described is not None:
             units = [unit for unit, _ in self._source.units]
             self.modules = describe_modules(described, self._source.param_map, filter(None, units))
@@ -592,7 +593,7 @@ class Recorder:
                 says[PER_RANK] = self.per_rank_statistics
             manifest = begun(self._options, manifest_of(self._source, self._about, self._options, says, self._mode))
         self._writers = Writers(self._path, manifest, self._source, self._channels_last)
-        self._writers.state_environment(self.modules)
+        self._writers.state_environment(self.modules, self.constants)
         self._open_window()
         if self._monitor is not None and jax.process_index() == 0:
             self._monitor.begin(self._path)

@@ -8,9 +8,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from crossframe.environment.collect import digest
 from jax_backend.recorder._array_interior import may_be_batch
+from jax_backend.recorder._model_state import named_leaves
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.tree import path_name
+
+
+class Constants:
+    """Arrays that a script gives to its step beside the batch, such as frozen weights: the same ones at two steps, while others
+    are new. They are known once the second step begins, for which the first one waits.
+
+    Attributes:
+        digests: of the values of each, by its path among the arguments.
+    """
+
+    def __init__(self) -> None:
+        self.are_known = False
+        self.digests: dict[str, str] = {}
+        self._first: list[Any] = []
+        self._step: int | None = None
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._found: dict[int, Any] = {}  # which keeps the ids
+
+    def begin(self, arrays: Sequence[Any], given: Any, step: int) -> None:
+        """A gradient is about to be taken in a step with this number.
+
+        Args:
+            arrays: what may be its batch.
+            given: a pytree of all arguments.
+        """
+        if self._step is None:
+            self._first, self._step = [*arrays], step
+        elif not self.are_known and step > self._step:
+            second = {id(array) for array in arrays}
+            same = {id(array): array for array in self._first if id(array) in second}
+            if len(same) < len(second):
+                self._found = same
+                self.digests = {
+                    ".".join(names) or f"argument {i}": digest(np.ascontiguousarray(leaf).tobytes())
+                    for i, (names, leaf) in enumerate(named_leaves(given))
+                    if id(leaf) in same and getattr(leaf, "is_fully_addressable", True)
+                }
+            self.end()
+
+    def end(self) -> None:
+        """No more are found."""
+        self._first, self.are_known = [], True
+
+    def note_copies(self, copies: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Know copies of arrays of the first step, which the step may donate."""
+        if not self.are_known:
+            pairs = zip(copies, arrays, strict=True)
+            self._copies |= {id(copy): (copy, array) for copy, array in pairs if copy is not array}
+
+    def forget_copies(self) -> None:
+        """The first step is recorded."""
+        self._copies = {}
+
+    def others(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays, or copies of arrays, that are none of them."""
+        own = (self._copies.get(id(array), (array, array))[1] for array in arrays)
+        return [array for array, its in zip(arrays, own, strict=True) if id(its) not in self._found]
 
 
 def batch_arguments(args: Any, kwargs: Any, result: Any, known: set[int], by_rank: frozenset[int]) -> tuple[int, ...]:

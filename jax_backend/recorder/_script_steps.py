@@ -28,6 +28,7 @@ from jax_backend.recorder._models_as_shards import joined, joined_local_grads, n
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, rates_in
+from jax_backend.recorder._script_batch import Constants
 from jax_backend.recorder._script_interiors import interiors_of
 from jax_backend.recorder._script_turns import (
     USE_RECORDER,
@@ -116,6 +117,7 @@ class Steps:
         self._are_all_known = False
         self._leads: dict[Model, str] = {}
         self._steps: deque[_Step] = deque()
+        self.constants = Constants()
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
@@ -172,6 +174,17 @@ class Steps:
     def _needs_names(self) -> bool:
         """Whether models get names later."""
         return self._begin is not None and not self._leads
+
+    def begin_batch(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:
+        """A gradient is about to be taken, before what the step is given may be donated; returns those of the arrays that are its
+        batch.
+
+        Args:
+            given: a pytree of all arguments.
+        """
+        self.constants.begin(arrays, given, self.number)
+        self._record_ended()
+        return self.constants.others(arrays)
 
     def begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
@@ -258,6 +271,8 @@ class Steps:
             returned: what the last step returned where the steps before it returned the next parameters.
         """
         self._close_updates()
+        if not self.constants.are_known:
+            self.constants.end()
         if not self._are_all_known:
             self._wait_no_longer()
         are_known = True
@@ -350,12 +365,18 @@ class Steps:
             self._complete(each)
 
     def _record_ended(self) -> None:
-        while self._steps and self._steps[0].has_ended:
+        if self.number > 1 and not self.constants.are_known:  # one call has made several steps
+            self.constants.end()
+        while self._steps and self._steps[0].has_ended and self.constants.are_known:
             step = self._steps.popleft()
             if self._begin is not None:
                 self._record(step)
 
     def _record(self, step: _Step) -> None:
+        if self.recorder is None:
+            for turn in step.turns:
+                turn.gradients = [replace(each, batch=self.constants.others(each.batch)) for each in turn.gradients]
+            self.constants.forget_copies()
         if not self._leads:
             several = len(self._models) > 1
             names = names_in_script([model.first_params for model in self._models]) if several else []
@@ -383,6 +404,7 @@ class Steps:
             num_gradients = sum(len(each.microbatches) for each in gradients)
             dtype = compute_dtype(value for each in gradients for value in each.tap.values["inside"])
             self.recorder = self._begin(self._as_trained(initial), dtype, num_gradients, len(leads) > 1)
+            self.recorder.constants = self.constants.digests
         grid = self.recorder.grid
         # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
         parts_of_step = {tuple(map(id, part)): part for each in gradients for part in each.microbatches}

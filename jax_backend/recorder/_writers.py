@@ -85,14 +85,16 @@ class Writers:
         """Whether the interior of a step is recorded."""
         return any(writer.is_dense(step) for writer in self.by_rank.values())
 
-    def state_environment(self, modules: Mapping[str, str]) -> None:
+    def state_environment(self, modules: Mapping[str, str], constants: Mapping[str, str]) -> None:
         """Write the environment of this process for each of its ranks.
 
         Args:
             modules: class and options of the model's modules by canonical name.
+            constants: digests of arrays that the step gets beside the batch, by path.
         """
         program = dict(self._manifest.settings.get(PROGRAM) or {})
-        stated = environment_of(compiled=bool(program.get(COMPILED, True)), modules=modules).to_bytes()
+        compiled = bool(program.get(COMPILED, True))
+        stated = environment_of(compiled=compiled, modules=modules, constants=constants).to_bytes()
         for writer in self.by_rank.values():
             writer.environment(stated)
 

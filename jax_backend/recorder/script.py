@@ -30,6 +30,7 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
+from crossframe.recording.known_settings import NOT_RECORDED
 from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
 from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
@@ -43,7 +44,7 @@ from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._params_as_arrays import placed_like
-from jax_backend.recorder._params_as_shards import names_by_path
+from jax_backend.recorder._params_as_shards import frozen_names, names_by_path
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_batch import arrays_named_in, batch_arguments, samples_of_all_ranks
@@ -208,6 +209,10 @@ class ScriptRecorder:
                 self._move(leaves[i], name, by_rank=i in plan.by_rank)
             leaves = [self._now(leaf) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, leaves)
+        at = [i for i in plan.batch if not self._is_of_model(own[i])]
+        if GRADIENT in plan.kinds:
+            is_batch = {id(leaf) for leaf in self._begin_batch([own[i] for i in at], (args, kwargs))}
+            at = [i for i in at if id(own[i]) in is_batch]
         steps = range(self._steps.number, self._steps.number + max(plan.num_steps, 1))
         if self._trace is not None:
             return self._traced(jitted, args, kwargs, steps)
@@ -216,11 +221,8 @@ class ScriptRecorder:
         kept = {i: _copied(leaves[i]) for i in plan.params} if is_dense or self._steps.number == 0 else {}
         state = plan.state if len(steps) == 1 and self._records_state(steps.start) else {}
         own_state = {i: copy(leaves[i]) for i, _ in state.values()}
-        batch = [
-            samples_of_all_ranks(leaves[i], plan.lengths) if i in plan.by_rank else copy(leaves[i])
-            for i in plan.batch
-            if not self._is_of_model(own[i])
-        ]
+        batch = [samples_of_all_ranks(leaves[i], plan.lengths) if i in plan.by_rank else copy(leaves[i]) for i in at]
+        self._note_copies(batch, [own[i] for i in at])
         given = [kept.get(i, leaf) for i, leaf in enumerate(leaves)]
         originals = {id(leaf): its for leaf, its in zip(given, own, strict=True) if leaf is not its}
         more: list[Tap] | None = None
@@ -292,7 +294,7 @@ class ScriptRecorder:
             [leaf for leaf in each if id(leaf) not in own and may_be_batch(leaf) and not self._is_of_model(leaf)]
             for each in (before, jax.tree.leaves(arrays_named_in(step.fun)))
         )
-        batch = given or named
+        batch = self._begin_batch(given or named, (args, kwargs))
         if self._records_state(self._steps.number):
             after = jax.tree.leaves(result)
             self._note_state(
@@ -395,6 +397,19 @@ class ScriptRecorder:
         self._training.begin_gradient(params)
         self._stop_if_due()
 
+    def _begin_batch(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:
+        """A gradient is about to be taken of a function that gets these arguments; returns those of its arrays that are the
+        batch."""
+        if self._training is None:
+            return arrays
+        found = self._training.begin_batch(arrays, given)
+        self._stop_if_due()
+        return found
+
+    def _note_copies(self, copies: Sequence[Any], arrays: Sequence[Any]) -> None:
+        if self._training is not None:
+            self._training.constants.note_copies(copies, arrays)
+
     def _end_last_step(self) -> None:
         """End the last step, which may return its parameters where earlier steps returned theirs."""
         if self._training is not None:
@@ -475,6 +490,8 @@ class ScriptRecorder:
         stated[PROGRAM] = program(compiled=self._is_compiled, mode=described.mode)
         if num_gradients is not None:  # not of forward alone
             stated[PROGRAM][GRADIENTS] = num_gradients
+        if is_sharded and (frozen := frozen_names(params.tree)):
+            stated[NOT_RECORDED] = frozen
         settings = stated | dict(options.pop("settings", None) or {})
         options.setdefault("strategy", described.strategy)
         recorder = Recorder(

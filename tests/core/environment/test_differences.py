@@ -40,7 +40,18 @@ def test_the_first_difference_is_the_expected_one(case):
 
 # A name of each row of the table, in its order.
 EXAMPLES = (
-    *("w", "dtype", "1.norm", "initial values", "order of samples", "batches", "weight_decay", "seed", "accumulate"),
+    *(
+        "w",
+        "dtype",
+        "1.norm",
+        "initial values",
+        "order of samples",
+        "batches",
+        "the constant w",
+        "weight_decay",
+        "seed",
+        "accumulate",
+    ),
     *("jax_enable_x64", "JAX_ENABLE_X64", "torch.backends.cudnn.allow_tf32", "NVIDIA_TF32_OVERRIDE"),
     *("jax_threefry_partitionable", "JAX_DEFAULT_PRNG_IMPL", "trainer.wandb.model", "a.yaml: logger.lr", "--log-every"),
     *(

@@ -5,8 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from crossframe.check import check_recordings
+from crossframe.environment import Effect
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import GROUPS, PER_RANK
+from crossframe.recording.known_settings import GROUPS, NOT_RECORDED, PER_RANK
 from crossframe.recording.program import MODE, PROGRAM
 from crossframe.report.traces import followed_plan
 from crossframe.trace import ALL_GATHER, REDUCE_SCATTER
@@ -299,3 +301,83 @@ tx = optax.adamw(0.01)
     blocks = np.asarray(unshard(variables["result"])["blocks"]["w"])
     for layer, wanted in enumerate(blocks):
         np.testing.assert_array_equal(found.full("update", 2, f"blocks.{layer}.w"), wanted)
+
+
+ADAPTERS = (
+    HEAD
+    + """
+import jax_backend
+from crossframe import MeshSpec
+normal = lambda *shape: 0.3 * rng.normal(size=shape).astype(np.float32)
+base = jax.tree.map(jnp.asarray, {"w": BASE * normal(6, 7), "out": normal(7, 3)})
+own = jax.tree.map(jnp.asarray, {"a": normal(6, 2), "b": normal(2, 7)})
+def loss_of(own, base, batch):
+    return cross_entropy(jnp.tanh(batch["image"] @ (base["w"] + own["a"] @ own["b"])) @ base["out"], batch["label"])
+tx = optax.adam(0.01)
+"""
+)
+GIVEN = """
+params = own
+opt_state = tx.init(params)
+@partial(jax.jit, donate_argnums=DONATED)
+def step(params, opt_state, base, batch):
+    loss, grads = jax.value_and_grad(loss_of)(params, base, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+for batch in batches:
+    params, opt_state, loss = step(params, opt_state, base, batch)
+result = params
+"""
+FROZEN = (
+    """
+loss_fn = lambda params, batch: loss_of(params["own"], params["base"], batch)
+mesh = jax_backend.make_mesh(MeshSpec(2), jax.devices()[:2])
+params = jax_backend.shard({"base": base, "own": own}, mesh, frozen=("base",))
+optimizer = jax_backend.sharded_optimizer(tx)
+opt_state = optimizer.init(params)
+value_and_grad = jax_backend.value_and_grad(loss_fn, mesh)
+"""
+    + SHARDED_STEP
+    + RUN
+)
+WHOLE = (
+    """
+params = {"base": base, "own": own}
+labels = {"base": {"w": "frozen", "out": "frozen"}, "own": {"a": "own", "b": "own"}}
+tx = optax.multi_transform({"own": tx, "frozen": optax.set_to_zero()}, labels)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(lambda params: loss_of(params["own"], params["base"], batch))(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+"""
+    + RUN
+)
+
+
+def of_adapters(run, tmp_path, name, script, base="1", donated="()"):
+    return recorded(run, tmp_path, name, (ADAPTERS + script).replace("BASE", base).replace("DONATED", donated))
+
+
+@pytest.mark.parametrize("donated", ["()", "(0, 1)"])
+def test_frozen_weights_beside_the_batch_are_no_samples(tmp_path, run, donated):
+    """They are the same arrays at every step."""
+    given = of_adapters(run, tmp_path, "given", GIVEN, donated=donated)
+    assert [len(given.batch(step, 0).sample_ids) for step in range(3)] == [8, 8, 8]
+    frozen = of_adapters(run, tmp_path, "frozen", FROZEN)
+    assert frozen.manifest.settings[NOT_RECORDED] == ["base.out", "base.w"]
+    assert compare(given, frozen).verdict is Verdict.ROUNDING
+
+
+def test_other_frozen_weights_are_named(tmp_path, run):
+    a, b = (of_adapters(run, tmp_path, name, GIVEN, base) for name, base in (("a", "1"), ("b", "2")))
+    assert compare(a, b).verdict is Verdict.BUG
+    first = check_recordings(a, b).differences[0]
+    assert (first.name, first.effect) == ("the constant w", Effect.CERTAINLY)
+
+
+def test_frozen_parameters_are_not_compared_with_those_of_another_run(tmp_path, run):
+    found = compare(of_adapters(run, tmp_path, "a", WHOLE), of_adapters(run, tmp_path, "b", FROZEN))
+    assert found.verdict is Verdict.ROUNDING
+    assert any("base.out; base.w, which b did not record" in note for note in found.notes)
