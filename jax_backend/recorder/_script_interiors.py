@@ -1,15 +1,19 @@
-"""The interiors of the gradients of a script: what each rank's modules computed of its samples."""
+"""The interiors of the gradients of a script: what each rank's modules computed of its samples, its own gradients, and the
+collectives of all ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from crossframe.trace import Event
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._models_as_shards import joined_local_grads
 from jax_backend.recorder._module_calls import canonical_module
 from jax_backend.recorder._script_turns import Model, Turn
 from jax_backend.recorder._taps import Tap, Value
+from jax_backend.shards._local_grads import LocalGrads
 
 
 def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[str, str]) -> Iterator[ArrayInterior]:
@@ -31,6 +35,34 @@ def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[
                 yield ArrayInterior(params, Activations(tuple(found.values()), tuple(found)))
         elif lead:
             yield ArrayInterior(params, Activations((), ()))
+
+
+def local_grads_of(turns: Mapping[Model, Turn], leads: Mapping[Model, str]) -> LocalGrads | None:
+    """Each rank's own gradients; None if not all models have them.
+
+    Args:
+        turns: the last one of each model.
+        leads: what precedes the names of each model, if there are several.
+    """
+    found: dict[str, LocalGrads] = {}
+    for model, turn in turns.items():
+        if model.tree is None:
+            return None
+        # One that reduces: of several, what the script makes of them is not known.
+        own = [each for each in turn.gradients if not each.is_local]
+        if len(own) != 1 or own[0].tap.scans or not own[0].tap.values["local_grads"]:
+            return None
+        lines = {bucket: value.array for bucket, value in own[0].tap.values["local_grads"].items()}
+        found[leads[model].removesuffix(".")] = LocalGrads(lines, model.tree)
+    return found[""] if len(leads) == 1 else joined_local_grads(found)
+
+
+def collectives_of(turns: Sequence[Turn], leads: Mapping[Model, str]) -> Iterator[Event]:
+    """The collectives of rank 0, with the names of the models before those of units."""
+    steps = ((leads[turn.model], each) for turn in turns for gradient in turn.gradients for each in gradient.rank_steps)
+    for microbatch, (lead, rank_step) in enumerate(steps):
+        for event in rank_step.collectives:
+            yield replace(event, unit=f"{lead}{event.unit}".removesuffix("."), microbatch=microbatch)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,16 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from crossframe.errors import UsageError
-from crossframe.trace import Event
 from jax_backend.recorder._array_interior import compute_dtype
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks, statistics_of_ranks
-from jax_backend.recorder._models_as_shards import joined, joined_local_grads, named_state
+from jax_backend.recorder._models_as_shards import joined, named_state
 from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._recorder import Recorder, rates_in
 from jax_backend.recorder._script_batch import Constants
-from jax_backend.recorder._script_interiors import interiors_of
+from jax_backend.recorder._script_interiors import collectives_of, interiors_of, local_grads_of
 from jax_backend.recorder._script_turns import (
     USE_RECORDER,
     Gradient,
@@ -45,7 +44,6 @@ from jax_backend.recorder._script_turns import (
     wholes,
 )
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
-from jax_backend.shards._local_grads import LocalGrads
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.state._optimizer_state import COUNTS
 
@@ -413,9 +411,9 @@ class Steps:
             for turn in step.turns:
                 for interior in interiors_of(turn, trained, grid, leads[turn.model], names):
                     self.recorder.add_interior(interior)
-            if (local := self._local_grads(step)) is not None:
+            if (local := local_grads_of(last, leads)) is not None:
                 self.recorder.add_local_grads(local)
-        self.recorder.add_collectives(_collectives(step.turns, leads))
+        self.recorder.add_collectives(collectives_of(step.turns, leads))
         if records and len(leads) == 1:
             self._add_state(step)
         batches = [*grid.batches([*parts_of_step.values()]).values()]
@@ -473,20 +471,6 @@ class Steps:
                 found[lead.removesuffix(".")] = jax.tree.unflatten(model.structure, own)
         return joined(found) if len(self._models) > 1 else found[""]
 
-    def _local_grads(self, step: _Step) -> LocalGrads | None:
-        """Each rank's own gradients; None if not all models have them."""
-        found: dict[str, LocalGrads] = {}
-        for model, turn in step.last.items():
-            if model.tree is None:
-                return None
-            # One that reduces: of several, what the script makes of them is not known.
-            own = [each for each in turn.gradients if not each.is_local]
-            if len(own) != 1 or own[0].tap.scans or not own[0].tap.values["local_grads"]:
-                return None
-            lines = {bucket: value.array for bucket, value in own[0].tap.values["local_grads"].items()}
-            found[self._leads[model].removesuffix(".")] = LocalGrads(lines, model.tree)
-        return joined_local_grads(found) if len(self._models) > 1 else found[""]
-
     def _add_state(self, step: _Step) -> None:
         """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
         assert self.recorder is not None
@@ -519,14 +503,6 @@ class Steps:
             names = turn.model.names if self._is_by_name else turn.model.param_names
             forwards |= {f"{self._leads[turn.model]}{name}": number for name in names}
         self.recorder.add_turns(forwards, losses)
-
-
-def _collectives(turns: Sequence[Turn], leads: Mapping[Model, str]) -> Iterator[Event]:
-    """The collectives of rank 0, with the names of the models before those of units."""
-    steps = ((leads[turn.model], each) for turn in turns for gradient in turn.gradients for each in gradient.rank_steps)
-    for microbatch, (lead, rank_step) in enumerate(steps):
-        for event in rank_step.collectives:
-            yield replace(event, unit=f"{lead}{event.unit}".removesuffix("."), microbatch=microbatch)
 
 
 def _with_ranks(state: Mapping[str, Value], grid: Grid) -> dict[str, Value]:
