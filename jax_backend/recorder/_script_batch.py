@@ -26,7 +26,7 @@ class Constants:
     def __init__(self) -> None:
         self.are_known = False
         self.digests: dict[str, str] = {}
-        self._first: list[Any] = []
+        self._first: dict[int, tuple[Any, str]] = {}  # each array, and the digest of one that may be written to
         self._step: int | None = None
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._found: dict[int, Any] = {}  # which keeps the ids
@@ -39,14 +39,17 @@ class Constants:
             given: a pytree of all arguments.
         """
         if self._step is None:
-            self._first, self._step = [*arrays], step
+            self._first, self._step = {id(array): (array, _written_digest(array)) for array in arrays}, step
         elif not self.are_known and step > self._step:
-            second = {id(array) for array in arrays}
-            same = {id(array): array for array in self._first if id(array) in second}
+            second = {id(array): array for array in arrays}
+            kept = [
+                array for i, (array, before) in self._first.items() if i in second and before == _written_digest(array)
+            ]
+            same = {id(array): array for array in kept}
             if len(same) < len(second):
                 self._found = same
                 self.digests = {
-                    ".".join(names) or f"argument {i}": digest(np.ascontiguousarray(leaf).tobytes())
+                    ".".join(names) or f"argument {i}": _digest(leaf)
                     for i, (names, leaf) in enumerate(named_leaves(given))
                     if id(leaf) in same and getattr(leaf, "is_fully_addressable", True)
                 }
@@ -54,7 +57,7 @@ class Constants:
 
     def end(self) -> None:
         """No more are found."""
-        self._first, self.are_known = [], True
+        self._first, self.are_known = {}, True
 
     def note_copies(self, copies: Sequence[Any], arrays: Sequence[Any]) -> None:
         """Know copies of arrays of the first step, which the step may donate."""
@@ -70,6 +73,15 @@ class Constants:
         """The arrays, or copies of arrays, that are none of them."""
         own = (self._copies.get(id(array), (array, array))[1] for array in arrays)
         return [array for array, its in zip(arrays, own, strict=True) if id(its) not in self._found]
+
+
+def _digest(array: Any) -> str:
+    return digest(np.ascontiguousarray(array).tobytes())
+
+
+def _written_digest(array: Any) -> str:
+    """The digest of an array that the script may write to; "" of others."""
+    return _digest(array) if isinstance(array, np.ndarray) else ""
 
 
 def batch_arguments(args: Any, kwargs: Any, result: Any, known: set[int], by_rank: frozenset[int]) -> tuple[int, ...]:

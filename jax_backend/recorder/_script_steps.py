@@ -140,9 +140,12 @@ class Steps:
             originals: the script's arrays by the ids of their copies.
         """
         applications = [tap for tap in taps if tap.kind == APPLY]
-        if not (applications or (self._models and all(model.is_added_by_optax for model in self._models))):
-            # The step ends later, whatever the script has written into arrays of its batch by then.
-            batch = [each.copy() if isinstance(each, np.ndarray) else each for each in batch]
+        ends = applications or (self._models and all(model.is_added_by_optax for model in self._models))
+        if not ends or not self.constants.are_known:
+            # The step is recorded later, whatever the script has written into arrays of its batch by then.
+            copies = [each.copy() if isinstance(each, np.ndarray) else each for each in batch]
+            self.constants.note_copies(copies, batch)
+            batch = copies
         of_iteration = functools.cache(lambda at: _batch_at(at, batch))  # which gradients share
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             self.note_state(*(_known(tap.values.get(name, {})) for name in ("initial_state", "model_state")))

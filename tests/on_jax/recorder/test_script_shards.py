@@ -370,6 +370,19 @@ def test_frozen_weights_beside_the_batch_are_no_samples(tmp_path, run, donated):
     assert compare(given, frozen).verdict is Verdict.ROUNDING
 
 
+def test_an_array_that_the_script_writes_into_is_a_batch(tmp_path, run):
+    written = GIVEN.replace("batches:\n", "batches:\n    image[:] = batch['image']\n").replace(
+        "opt_state, base, batch)\nresult", "opt_state, base, batch | {'image': image})\nresult"
+    )
+    found, right = (
+        of_adapters(run, tmp_path, name, f"image = np.zeros((8, 6), np.float32)\n{script}")
+        for name, script in (("written", written), ("new", GIVEN))
+    )
+    assert written.count("image") == 4
+    for step in range(3):
+        assert found.batch(step, 0).sample_ids == right.batch(step, 0).sample_ids
+
+
 def test_other_frozen_weights_are_named(tmp_path, run):
     a, b = (of_adapters(run, tmp_path, name, GIVEN, base) for name, base in (("a", "1"), ("b", "2")))
     assert compare(a, b).verdict is Verdict.BUG
