@@ -55,7 +55,8 @@ def followed_plan(recording: Recording) -> list[Event] | None:
 
 
 def _as_needed(plan: Sequence[Event], seen: Sequence[Event]) -> list[Event]:
-    """A plan without the gathers in backward that were not seen; of one that gathered a part of what was planned, the part."""
+    """The plan as a program in JAX follows it: a gather in backward is left out if it was not seen, and replaced by the seen one
+    if that gathers fewer bytes."""
     gathers = [event for event in seen if _is_in_backward(event)]
     found = []
     for event in plan:

@@ -29,7 +29,7 @@ class Constants:
         self._first: dict[int, tuple[Any, str]] = {}  # each array, and the digest of one that may be written to
         self._step: int | None = None
         self._copies: dict[int, tuple[Any, Any]] = {}
-        self._found: dict[int, Any] = {}  # which keeps the ids
+        self._found: dict[int, Any] = {}  # by id, which stays unique as long as the array lives
 
     def begin(self, arrays: Sequence[Any], given: Any, step: int) -> None:
         """A gradient is about to be taken in a step with this number.
@@ -56,11 +56,11 @@ class Constants:
             self.end()
 
     def end(self) -> None:
-        """No more are found."""
+        """Stop looking for constants."""
         self._first, self.are_known = {}, True
 
     def note_copies(self, copies: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Know copies of arrays of the first step, which the step may donate."""
+        """Note which arrays of the first step were copied, since the step may donate them."""
         if not self.are_known:
             pairs = zip(copies, arrays, strict=True)
             self._copies |= {id(copy): (copy, array) for copy, array in pairs if copy is not array}
@@ -70,7 +70,7 @@ class Constants:
         self._copies = {}
 
     def others(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, or copies of arrays, that are none of them."""
+        """The arrays without the constants; a copy of a constant counts as one."""
         own = (self._copies.get(id(array), (array, array))[1] for array in arrays)
         return [array for array, its in zip(arrays, own, strict=True) if id(its) not in self._found]
 
