@@ -10,42 +10,31 @@ their last updates.
 import functools
 import itertools
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from crossframe.errors import UsageError
-from jax_backend.recorder._array_interior import compute_dtype
-from jax_backend.recorder._device_ranks import Grid
-from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks, statistics_of_ranks
-from jax_backend.recorder._models_as_shards import joined, named_state
-from jax_backend.recorder._models_in_script import names_in_script
 from jax_backend.recorder._optimizer_settings import noted
-from jax_backend.recorder._recorder import Recorder, rates_in
+from jax_backend.recorder._recorder import Recorder
 from jax_backend.recorder._script_batch import Constants
-from jax_backend.recorder._script_interiors import collectives_of, interiors_of, local_grads_of
+from jax_backend.recorder._script_records import Records
 from jax_backend.recorder._script_turns import (
     USE_RECORDER,
     Gradient,
     Model,
-    Params,
+    Step,
     Turn,
     arrays_of,
     differ,
-    is_gone,
     listed,
     named,
     of_parameters,
-    wholes,
 )
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
-from jax_backend.shards._sharded_params import ShardedParams
-from jax_backend.state._optimizer_state import COUNTS
 
 _MOST_WITHOUT_UPDATE = 4
 _MOST_TURNS = 100
@@ -53,45 +42,6 @@ _MOST_TURNS = 100
 generator."""
 _MOST_TO_WAIT = 10
 """Turns of one model after which the first step waits for no other, since a model may be initialised and not trained."""
-
-
-@dataclass
-class _Step:
-    """The turns of all models.
-
-    Attributes:
-        model_state: state of the model after the step that is no parameter, by path, if it is recorded.
-    """
-
-    turns: list[Turn] = field(default_factory=list)
-    is_complete: bool = False
-    model_state: Mapping[str, Value] = field(default_factory=dict)
-
-    @property
-    def first(self) -> dict[Model, Turn]:
-        """The first turn of each model."""
-        return {turn.model: turn for turn in reversed(self.turns)}
-
-    @property
-    def last(self) -> dict[Model, Turn]:
-        """The last turn of each model."""
-        return {turn.model: turn for turn in self.turns}
-
-    @property
-    def loss(self) -> Any:
-        """The sum of the losses of all turns."""
-        losses = [turn.loss for turn in self.turns]
-        return sum(losses[1:], losses[0])
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the parameters after all turns are known, or will never be."""
-        return self.is_complete and all(turn.is_known for turn in (*self.first.values(), *self.last.values()))
-
-    def drop_between(self, model: Model) -> None:
-        """Let the values of the turns of a model go, but for its first and last one."""
-        for turn in [turn for turn in self.turns if turn.model is model][1:-1]:
-            turn.drop()
 
 
 class Steps:
@@ -104,8 +54,7 @@ class Steps:
     """
 
     def __init__(self, begin: Callable[..., Recorder] | None, finished: Callable[[Any], None]) -> None:
-        self._begin, self._finished = begin, finished
-        self.recorder: Recorder | None = None
+        self._finished = finished
         self.number = 0
         # By path the state that is no parameter: what the functions of the first step got, and what those of this one returned.
         self._initial_state: Mapping[str, Value] = {}
@@ -113,9 +62,14 @@ class Steps:
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
         self._are_all_known = False
-        self._leads: dict[Model, str] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[Step] = deque()
         self.constants = Constants()
+        self._records = Records(begin, self.constants) if begin is not None else None
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder; None before the first step has ended, and where nothing is recorded."""
+        return self._records.recorder if self._records is not None else None
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
@@ -174,7 +128,7 @@ class Steps:
     @property
     def _needs_names(self) -> bool:
         """Whether models get names later."""
-        return self._begin is not None and not self._leads
+        return self._records is not None and not self._records.leads
 
     def begin_batch(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:
         """A gradient is about to be taken, before what the step is given may be donated; returns those of the arrays that are its
@@ -280,7 +234,7 @@ class Steps:
         for model in self._models:
             if (turn := model.open_turn) is not None:
                 are_known &= turn.end_without_gradient(model.matching(returned))
-        if not are_known and self._begin is not None:
+        if not are_known and self._records is not None:
             print(
                 "crossframe: the parameters after the last step are not recorded: the script added its updates by a function of "
                 "its own, and took no gradient afterwards",
@@ -307,7 +261,7 @@ class Steps:
         update, model.update = model.update, None
         gradients, model.gradients = model.gradients, ()
         assert update is not None
-        if "mini_step" in update.values and int(_of_a_rank(update.values["mini_step"])):
+        if "mini_step" in update.values and int(update.values["mini_step"].of_a_rank):
             return None
         losses = [_mean(each.tap) for each in gradients]
         if model.tree is not None and any(each.is_local for each in gradients):
@@ -324,7 +278,7 @@ class Steps:
 
     def _add_turn(self, turn: Turn) -> None:
         if not self._steps or self._steps[-1].is_complete:
-            self._steps.append(_Step())
+            self._steps.append(Step())
         step = self._steps[-1]
         step.turns.append(turn)
         if not self._are_all_known:
@@ -343,8 +297,9 @@ class Steps:
                 f"updated before; {USE_RECORDER}"
             )
 
-    def _complete(self, step: _Step) -> None:
+    def _complete(self, step: Step) -> None:
         step.is_complete = True
+        step.initial_state, self._initial_state = self._initial_state, {}
         step.model_state, self._model_state = self._model_state, {}
         self.number += 1
         self._gradients = []
@@ -358,7 +313,7 @@ class Steps:
         step = self._steps.pop()
         steps = [step]
         if len(self._models) == 1:
-            steps = [_Step([turn]) for turn in step.turns]
+            steps = [Step([turn]) for turn in step.turns]
             for turn, successor in itertools.pairwise(step.turns):
                 turn.successor = successor
         for each in steps:
@@ -370,153 +325,8 @@ class Steps:
             self.constants.end()
         while self._steps and self._steps[0].has_ended and self.constants.are_known:
             step = self._steps.popleft()
-            if self._begin is not None:
-                self._record(step)
-
-    def _record(self, step: _Step) -> None:
-        if self.recorder is None:
-            for turn in step.turns:
-                turn.gradients = [replace(each, batch=self.constants.others(each.batch)) for each in turn.gradients]
-            self.constants.forget_copies()
-        if not self._leads:
-            several = len(self._models) > 1
-            names = names_in_script([model.first_params for model in self._models]) if several else []
-            names = [f"{name}." for name in names] or [""]
-            self._leads = dict(zip(self._models, names, strict=True))
-            for model in self._models:
-                model.first_params = {}
-            noted.initial = {}
-        leads, last = self._leads, step.last
-        before = self._all({model: turn.before for model, turn in step.first.items()})
-        after = self._all({model: turn.kept_after for model, turn in last.items()})
-        records = self.recorder is None or self.recorder.records()
-        if records:  # at other steps copies would take time and memory for nothing
-            before, after = (OrderedDict(zip(each, wholes([*each.values()]), strict=True)) for each in (before, after))
-        placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
-        gradients = [each for turn in step.turns for each in turn.gradients]
-        if self.recorder is None:
-            assert self._begin is not None
-            if missing := [name for name, value in before.items() if value.array is None]:
-                raise UsageError(
-                    f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
-                    f"them to the jitted function, or {USE_RECORDER}"
-                )
-            initial = OrderedDict((name, _placed(value.array, placed[name].array)) for name, value in before.items())
-            num_gradients = sum(len(each.microbatches) for each in gradients)
-            dtype = compute_dtype(value for each in gradients for value in each.tap.values["inside"])
-            self.recorder = self._begin(self._as_trained(initial), dtype, num_gradients, len(leads) > 1)
-            self.recorder.constants = self.constants.digests
-        grid = self.recorder.grid
-        # Arrays count once: a call may take several gradients of its batch, or cut it into microbatches itself.
-        parts_of_step = {tuple(map(id, part)): part for each in gradients for part in each.microbatches}
-        if self.recorder.is_dense() and (values := _arrays(before)) is not None:
-            trained, names = self._as_trained(values), self.recorder.module_names
-            for turn in step.turns:
-                for interior in interiors_of(turn, trained, grid, leads[turn.model], names):
-                    self.recorder.add_interior(interior)
-            if (local := local_grads_of(last, leads)) is not None:
-                self.recorder.add_local_grads(local)
-        self.recorder.add_collectives(collectives_of(step.turns, leads))
-        if records and len(leads) == 1:
-            self._add_state(step)
-        batches = [*grid.batches([*parts_of_step.values()]).values()]
-        states = {model: _state(turn.update.values["state"], of_arrays=records) for model, turn in last.items()}
-        rate = None
-        if len(leads) > 1:
-            of_models = {leads[model].removesuffix("."): each for model, each in states.items() if each is not None}
-            state: Any = {name: named_state(name, each) for name, each in of_models.items()}
-            self._add_turns(step)
-        else:
-            [(model, state)] = states.items()
-            rate = _rate(last[model].update.values["state"], state)
-        grads = None
-        if records:
-            grads = self._known({model: _grads(turn, leads[model], placed) for model, turn in last.items()})
-        self.recorder.step(
-            loss=_loss(step.loss, grid),
-            params=self._as_trained(self._known({model: self._part_of(after, model) for model in last})),
-            grads=self._as_trained(grads),
-            opt_state=state,
-            batch=batches,
-            learning_rate=rate,
-        )
-
-    def _all(self, of_models: Mapping[Model, Params]) -> Params:
-        """Values of all models, by the names that they have in the recording."""
-        return OrderedDict(
-            (f"{self._leads[model]}{name}", value) for model in self._models for name, value in of_models[model].items()
-        )
-
-    def _part_of(self, values: Params, model: Model) -> Params:
-        """The values of a model, by its own names."""
-        found = ((name, values.get(f"{self._leads[model]}{name}", Value(None))) for name in model.names)
-        return OrderedDict(found)
-
-    def _known(self, of_models: Mapping[Model, Params]) -> "OrderedDict[str, Any] | None":
-        """The arrays of models of which all are known; None if there is none."""
-        known = {model: each if _arrays(each) is not None else OrderedDict() for model, each in of_models.items()}
-        return _arrays(self._all(known)) or None
-
-    @property
-    def _is_by_name(self) -> bool:
-        """Whether any of the models is no ShardedParams, so that all are recorded as arrays by name."""
-        return any(model.structure is None for model in self._models)
-
-    def _as_trained(self, values: "OrderedDict[str, Any] | None") -> Any:
-        """Values of all models, or of some, as the recorder takes them: as ShardedParams, if the script trains these alone, or by
-        name."""
-        if values is None or self._is_by_name:
-            return values
-        found: dict[str, ShardedParams] = {}
-        for model, lead in self._leads.items():
-            own = [values[name] for name in (f"{lead}{each}" for each in model.names) if name in values]
-            if own:
-                found[lead.removesuffix(".")] = jax.tree.unflatten(model.structure, own)
-        return joined(found) if len(self._models) > 1 else found[""]
-
-    def _add_state(self, step: _Step) -> None:
-        """Add the state of a model that is alone: of several, the paths do not tell whose it is."""
-        assert self.recorder is not None
-        grid, names = self.recorder.grid, self.recorder.param_names
-        if self._models[0].tree is not None:
-            step.model_state = _with_ranks(step.model_state, grid)
-            self._initial_state = _with_ranks(self._initial_state, grid)
-        if self._initial_state:  # the first step
-            of_each = {path: value.array for path, value in step.model_state.items() if value.by_rank}
-            self.recorder.per_rank_statistics = statistics_of_ranks(of_each)
-
-        def by_rank(state: Mapping[str, Value]) -> ByRank:
-            return {
-                name: of_ranks(state[path].array, grid, by_rank=state[path].by_rank)
-                for path, name in canonical_names(state, names).items()
-                if not is_gone(state[path].array)
-            }
-
-        after = by_rank(step.model_state)
-        initial, self._initial_state = self._initial_state, {}
-        self.recorder.add_state(by_rank(initial) if after else {}, after)
-
-    def _add_turns(self, step: _Step) -> None:
-        """Say after how many forwards each model was updated, and the losses."""
-        assert self.recorder is not None
-        forwards, losses, number = {}, [], 0
-        for turn in step.turns:
-            number += sum(len(each.microbatches) for each in turn.gradients)
-            losses.append((number, _loss(turn.loss, self.recorder.grid)))
-            names = turn.model.names if self._is_by_name else turn.model.param_names
-            forwards |= {f"{self._leads[turn.model]}{name}": number for name in names}
-        self.recorder.add_turns(forwards, losses)
-
-
-def _with_ranks(state: Mapping[str, Value], grid: Grid) -> dict[str, Value]:
-    """State that `jax_backend` steps carry: arrays of which each rank has one row, as `per_rank` makes them."""
-
-    def has_ranks(array: Any) -> bool:
-        if is_gone(array) or not isinstance(array, jax.Array) or array.shape[:1] != (grid.spec.world_size,):
-            return False
-        return array.sharding.shard_shape(array.shape) == (1, *array.shape[1:])
-
-    return {path: Value(value.array, value.by_rank or has_ranks(value.array)) for path, value in state.items()}
+            if self._records is not None:
+                self._records.add(step, self._models)
 
 
 def _known(values: Mapping[str, Value]) -> dict[str, Value]:
@@ -528,77 +338,6 @@ def _mean(tap: Tap) -> Any:
     """The mean loss of a gradient, or that of each rank: a new array, which the script cannot donate."""
     value: Value = tap.values["loss"]
     return jnp.mean(value.array, axis=tuple(range(int(value.by_rank), np.ndim(value.array))))
-
-
-def _loss(loss: Any, grid: Grid) -> Any:
-    """A scalar, or a loss for each rank."""
-    return loss if np.shape(loss) in ((), (grid.spec.world_size,)) else jnp.mean(loss)
-
-
-def _arrays(values: Mapping[str, Value]) -> Any:
-    """The arrays, in order; None if any is missing, or donated."""
-    if any(is_gone(value.array) for value in values.values()):
-        return None
-    return OrderedDict((name, value.array) for name, value in values.items())
-
-
-def _placed(before: Any, after: Any) -> Any:
-    """Initial parameters on the devices on which the first step left them."""
-    if not isinstance(after, jax.Array):
-        return before
-    if isinstance(before, jax.Array) and before.sharding.is_equivalent_to(after.sharding, before.ndim):
-        return before  # replicas may differ
-    if isinstance(before, jax.Array) and not (before.is_fully_addressable or before.is_fully_replicated):
-        return jax.jit(lambda array: array, out_shardings=after.sharding)(before)
-    values = np.asarray(before)
-    return jax.make_array_from_callback(values.shape, after.sharding, lambda index: values[index])
-
-
-def _reduced(value: Value, like: Any) -> Value:
-    """A gradient as an array with the sharding of its parameter."""
-    if value.array is None or not value.by_rank:
-        return value
-    if like is None or {part.device for part in value.array.addressable_shards} != set(like.sharding.device_set):
-        return Value(None)
-    rows = [part.data[0] for part in value.array.addressable_shards]
-    return Value(jax.make_array_from_single_device_arrays(like.shape, like.sharding, rows))
-
-
-def _grads(turn: Turn, lead: str, placed: Params) -> Params:
-    """The gradients that the optimizer got, with the shardings of the parameters."""
-    return OrderedDict(
-        (name, _reduced(value, placed[f"{lead}{name}"].array))
-        for name, value in zip(turn.model.names, turn.update.values["grads"], strict=True)
-    )
-
-
-def _state(values: Any, *, of_arrays: bool) -> Any:
-    """The optimizer state; None if the program does not return all of it, or the script has donated it.
-
-    Args:
-        of_arrays: whether more than its numbers, such as learning rates, is used.
-    """
-    leaves, structure = jax.tree.flatten(values)
-    if any(is_gone(leaf.array) for leaf in leaves):
-        return None
-    taken = [leaf if of_arrays or np.ndim(leaf.array) == 1 else Value(leaf.array) for leaf in leaves]
-    return jax.tree.unflatten(structure, [leaf.array for leaf in wholes(taken)])
-
-
-def _of_a_rank(value: Value) -> Any:
-    """The array of a value that all ranks have alike."""
-    return value.array[0] if value.by_rank else value.array
-
-
-def _rate(values: Any, state: Any) -> Any:
-    """The learning rate of a step, if the state or the schedule has it."""
-    if (schedule := noted.schedule()) is not None:
-        nodes = jax.tree.leaves(values, is_leaf=lambda node: isinstance(node, COUNTS))
-        counts: list[Any] = [node.count for node in nodes if isinstance(node, COUNTS)]
-        if len(counts) == 1 and counts[0].array is not None:
-            return schedule(_of_a_rank(counts[0]) - 1)
-    rates = rates_in(state)
-    return jnp.copy(rates[0]) if len(rates) == 1 else None
 
 
 def _batch_at(at: Sequence[tuple[int, int]], batch: Sequence[Any]) -> Sequence[Any]:

@@ -284,6 +284,48 @@ class Model:
         turn.end(turn.given(), after)
 
 
+@dataclass
+class Step:
+    """The turns of all models.
+
+    Attributes:
+        is_complete: whether each model has had its turn.
+        initial_state, model_state: state of the model that is no parameter, by path: what the functions of the first step got,
+            and what those of this one returned, if it is recorded.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    is_complete: bool = False
+    initial_state: Mapping[str, Value] = field(default_factory=dict)
+    model_state: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def first(self) -> dict[Model, Turn]:
+        """The first turn of each model."""
+        return {turn.model: turn for turn in reversed(self.turns)}
+
+    @property
+    def last(self) -> dict[Model, Turn]:
+        """The last turn of each model."""
+        return {turn.model: turn for turn in self.turns}
+
+    @property
+    def loss(self) -> Any:
+        """The sum of the losses of all turns."""
+        losses = [turn.loss for turn in self.turns]
+        return sum(losses[1:], losses[0])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the parameters after all turns are known, or will never be."""
+        return self.is_complete and all(turn.is_known for turn in (*self.first.values(), *self.last.values()))
+
+    def drop_between(self, model: Model) -> None:
+        """Let the values of the turns of a model go, but for its first and last one."""
+        for turn in [turn for turn in self.turns if turn.model is model][1:-1]:
+            turn.drop()
+
+
 def arrays_of(tap: Tap, names: Iterable[str], originals: Mapping[int, Any]) -> dict[int, Any]:
     """The arrays of values of a tap, by their ids.
 

@@ -58,6 +58,11 @@ class Value:
     by_rank: bool = False
     scans: int = 0
 
+    @property
+    def of_a_rank(self) -> Any:
+        """The array, if all ranks have the same."""
+        return self.array[0] if self.by_rank else self.array
+
 
 @dataclass(frozen=True)
 class Scan:
