@@ -7,6 +7,7 @@ of their own. The fork of a mutant has a copy with the fault in it, so that proc
 
 import compileall
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -37,8 +38,8 @@ COPIED = ("crossframe", "docs", "experiments", "tests", "torch_backend", "jax_ba
 LEFT_OUT = ("tests/core/test_imports.py", "tests/core/explorer/test_page.py")
 QUICK = ("tests/core",)
 SLOW = ("tests/across", "tests/on_jax", "tests/on_torch")
-SLOW_SECONDS = 120.0
-"""Of the slow tests that judge one fault, as they take without it: the quickest are taken."""
+MOST_SECONDS = 120.0
+"""Of the tests of each kind that judge one fault, as they take without it: the quickest are taken."""
 MEMORY_BYTES = 6 * 2**30
 # The limit of a test's CPU time: a number of seconds, and a multiple of its time without a fault.
 LEAST_SECONDS, TIMES = 5.0, 5.0
@@ -165,14 +166,15 @@ class Suite:
         return sorted(found, key=lambda name: self.items[name].seconds)
 
     def judge(self, mutant: Mutant) -> Callable[[], int]:
-        """Work for a fork: SURVIVED or KILLED, by quick tests. Those named after the module's folders come first."""
+        """Work for a fork: SURVIVED or KILLED, by quick tests. Those named after the module's folders come first, and all run."""
 
         def work() -> int:
             words = _words(mutant.path)
             tests = self.executing(mutant, quick=True)
             named = [name for name in tests if any(word in _named(name.partition("::")[0]) for word in words)]
+            others = self._quickest([name for name in tests if name not in named])
             with self.with_fault(mutant):
-                for stage in (named, [name for name in tests if name not in named]):
+                for stage in (named, others):
                     files = list(dict.fromkeys(name.partition("::")[0] for name in stage))
                     limits = {name: LEAST_SECONDS + TIMES * self.items[name].seconds for name in stage}
                     _limit(60.0)  # while tests are collected
@@ -186,12 +188,8 @@ class Suite:
         """Work for a fork: SURVIVED or KILLED, by the other tests; it prints how many ran, and which one failed."""
 
         def work() -> int:
-            tests, chosen, seconds = self.executing(mutant, quick=False), [], 0.0
-            for test in tests:
-                if chosen and seconds + self.items[test].seconds > SLOW_SECONDS:
-                    break
-                chosen.append(test)
-                seconds += self.items[test].seconds
+            tests = self.executing(mutant, quick=False)
+            chosen = self._quickest(tests)
             print(f"{len(chosen)} of {len(tests)} other tests that execute its function were run")
             if not chosen:
                 return SURVIVED
@@ -203,6 +201,13 @@ class Suite:
             return KILLED
 
         return work
+
+    def _quickest(self, tests: Sequence[str]) -> list[str]:
+        """As many of these tests, the quickest first, as take MOST_SECONDS; at least one, if there is any."""
+        taken = itertools.accumulate(self.items[test].seconds for test in tests)
+        return [
+            test for i, (test, seconds) in enumerate(zip(tests, taken, strict=True)) if not i or seconds <= MOST_SECONDS
+        ]
 
     def _failed(self, folder: Path, tests: Sequence[str]) -> list[str]:
         """The first of these tests that fails, if any does."""
