@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -55,7 +56,9 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
         )
 
     def call(*args: Any) -> Any:
-        found = run(*_on_leaves(lambda spec, leaf: _split(leaf, spec, mesh), in_specs, args))
+        split = _on_leaves(lambda spec, leaf: _split(leaf, spec, mesh), in_specs, args)
+        dims = _on_leaves(lambda spec, leaf: _partition(leaf, spec), in_specs, args)
+        found = run(*(split if model_axes(mesh) else _in_order_of_dims(split, dims, mesh)))
         return _on_leaves(lambda spec, leaf: _joined(leaf, spec, mesh), out_specs, found)
 
     return call
@@ -145,13 +148,40 @@ def _dim(spec: P, axis: str) -> int | None:
 
 def _split(array: Any, spec: P, mesh: Mesh) -> jax.Array:
     """The array with dims for the mesh axes before each dim that is sharded over them."""
-    shape, partition = [], []
+    shape = []
     for dim, size in enumerate(array.shape):
-        axes = axes_of(spec[dim]) if dim < len(spec) else ()
-        sizes = [mesh.shape[axis] for axis in axes]
+        sizes = [mesh.shape[axis] for axis in (axes_of(spec[dim]) if dim < len(spec) else ())]
         shape += [*sizes, size // math.prod(sizes)]
-        partition += [*axes, None]
-    return _constrained(array.reshape(shape), mesh, P(*partition))
+    return _constrained(array.reshape(shape), mesh, _partition(array, spec))
+
+
+def _partition(array: Any, spec: P) -> P:
+    """That of a split array."""
+    entries = (*spec, *(None,) * (array.ndim - len(spec)))
+    return P(*(each for entry in entries for each in (*axes_of(entry), None)))
+
+
+def _in_order_of_dims(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
+    """The arrays, on each device in the order of their dims.
+
+    A dim of ranks, which on a device has one entry, may be anywhere in XLA's order without a difference in memory. Where it is
+    not the first dim, XLA puts it first all the same, and copies the array to the order in which a loop reads it: all layers of
+    a scan, at every step.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    specs = jax.tree.leaves(partitions, is_leaf=_is_spec)
+    at = [i for i, spec in enumerate(specs) if any(spec[1:])]
+    if not at:
+        return arrays
+    own = tuple(specs[i] for i in at)
+
+    def in_order(*parts: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(with_layout_constraint(part, Layout(tuple(range(part.ndim)))) for part in parts)
+
+    ordered = jax.shard_map(in_order, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)(*(leaves[i] for i in at))
+    for i, leaf in zip(at, ordered, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _joined(array: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
