@@ -54,13 +54,21 @@ def test_scalars_train_as_on_one_device(name, mode, layout):
     step, own = value_and_grad(loss_of, mesh, mode=mode), sharded_optimizer(optimizer)
     state, expected = own.init(sharded), params()
     full_state = optimizer.init(expected)
+
+    @jax.jit
+    def train(sharded: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = own.update(step(sharded, batch).grads, state, sharded)
+        return apply_updates(sharded, updates), state
+
+    @jax.jit
+    def train_unsharded(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(loss_of)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
     for seed in range(3):
         batch = jnp.asarray(np.random.default_rng(seed).standard_normal((8, 5)))
-        updates, state = own.update(step(sharded, batch).grads, state, sharded)
-        sharded = apply_updates(sharded, updates)
-        grads = jax.grad(loss_of)(expected, batch)
-        updates, full_state = optimizer.update(grads, full_state, expected)
-        expected = optax.apply_updates(expected, updates)
+        sharded, state = train(sharded, state, batch)
+        expected, full_state = train_unsharded(expected, full_state, batch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, strict=True), unshard(sharded), expected)
 
 
@@ -72,6 +80,7 @@ def test_checkpoints_of_scalars_load_into_another_layout(tmp_path, source, targe
         sharded = shard(params(), mesh, units=["block"], layout=layout)
         started[layout] = sharded, own.init(sharded), value_and_grad(loss_of, mesh)
 
+    @partial(jax.jit, static_argnums=2)
     def trained(sharded: Any, state: Any, step: Any) -> tuple[Any, Any]:
         updates, state = own.update(step(sharded, jnp.ones((8, 5))).grads, state, sharded)
         return apply_updates(sharded, updates), state
