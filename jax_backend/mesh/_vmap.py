@@ -164,9 +164,9 @@ def _partition(array: Any, spec: P) -> P:
 def _in_order_of_dims(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
     """The arrays, on each device in the order of their dims.
 
-    A dim of ranks, which on a device has one entry, may be anywhere in XLA's order without a difference in memory. Where it is
-    not the first dim, XLA puts it first all the same, and copies the array to the order in which a loop reads it: all layers of
-    a scan, at every step.
+    A dim of ranks has one entry on a device, so that its place in XLA's order makes no difference in memory. Up to JAX 0.11.2
+    XLA's CPU compiler puts it first nevertheless, and then copies the array to the order in which a loop reads it: the shards of
+    all layers of a scan, at every step.
     """
     leaves, structure = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(partitions, is_leaf=_is_spec)
