@@ -166,7 +166,7 @@ def _in_order_of_dims(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
 
     A dim of ranks has one entry on a device, so that its place in XLA's order makes no difference in memory. Up to JAX 0.11.2
     XLA's CPU compiler puts it first nevertheless, and then copies the array to the order in which a loop reads it: the shards of
-    all layers of a scan, at every step.
+    all layers of a scan, at every step. Not with model axes: XLA would gather over them what has an order.
     """
     leaves, structure = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(partitions, is_leaf=_is_spec)
