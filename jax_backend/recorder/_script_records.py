@@ -59,9 +59,8 @@ class Records:
         Args:
             models: all models of the script, in the order of the recording.
         """
-        is_first = self.recorder is None
-        if is_first:
-            self._name(models)
+        if self.recorder is None:
+            self._name_models(models)
             for turn in step.turns:
                 turn.gradients = [replace(each, batch=self._constants.others(each.batch)) for each in turn.gradients]
             self._constants.forget_copies()
@@ -73,7 +72,7 @@ class Records:
         placed = OrderedDict((name, before[name] if value.array is None else value) for name, value in after.items())
         gradients = [each for turn in step.turns for each in turn.gradients]
         if self.recorder is None:
-            self.recorder = self._begun(before, placed, gradients)
+            self.recorder = self._make_recorder(before, placed, gradients)
         self._add_interior(self.recorder, step, before)
         if has_tensors and len(models) == 1:
             _add_state(self.recorder, step, models[0])
@@ -94,7 +93,7 @@ class Records:
             learning_rate=rate,
         )
 
-    def _name(self, models: Sequence[Model]) -> None:
+    def _name_models(self, models: Sequence[Model]) -> None:
         """Give each model the name of the script's variable, if there are several."""
         names = names_in_script([model.first_params for model in models]) if len(models) > 1 else []
         self.leads = dict(zip(models, [f"{name}." for name in names] or [""], strict=True))
@@ -102,8 +101,8 @@ class Records:
             model.first_params = {}
         noted.initial = {}
 
-    def _begun(self, before: Params, placed: Params, gradients: Sequence[Gradient]) -> Recorder:
-        """The recorder, from the parameters before the first step, on the devices on which that leaves them."""
+    def _make_recorder(self, before: Params, placed: Params, gradients: Sequence[Gradient]) -> Recorder:
+        """Make the recorder of the parameters before the first step, on the devices on which that step leaves them."""
         if missing := [name for name, value in before.items() if value.array is None]:
             raise UsageError(
                 f"the initial values of {listed(missing)} are no arguments of the step, so that they are not known; pass "
