@@ -439,7 +439,7 @@ class Recording:
         dense step shows, then the units in reverse order, and the rest of the root unit. Within a unit, those of modules that
         forward calls last come first, if it calls all of them."""
         unit_of, params = self.manifest.unit_of, list(self.manifest.params)[::-1]
-        step = next((step for step in self.recorded_steps() if self.activations(step)), None)
+        step = self.first_step_with_activations
         called = [] if step is None else list(dict.fromkeys(module for _, module, _ in self.activations(step)))
         place = {module: i for i, module in enumerate(called)}
         of_unit: dict[str, list[str]] = {}
@@ -453,6 +453,18 @@ class Recording:
         late = {*called[units[-1] + 1 :]} - {""} if units else set()
         first = {name for name in params if not unit_of[name] and name.rpartition(".")[0] in late}
         return [name for name in params if name in first] + [name for name in params if name not in first]
+
+    @functools.cached_property
+    def first_step_with_activations(self) -> int | None:
+        """The first recorded step with activations; None if no step has any."""
+        return next((step for step in self.recorded_steps() if self.activations(step)), None)
+
+    @functools.cached_property
+    def num_microbatches(self) -> int:
+        """The number of microbatches that a step accumulates: as stated, or as the first step with activations has."""
+        step = self.first_step_with_activations
+        recorded = 1 if step is None else 1 + max(microbatch for microbatch, _, _ in self.activations(step))
+        return max(self.manifest.settings.get("accumulate") or 1, recorded)
 
     def activations(self, step: int) -> list[tuple[int, str, str]]:
         """(microbatch, module, use) of the activations that every rank recorded at a step, in the order of rank 0's forward."""

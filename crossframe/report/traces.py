@@ -19,7 +19,7 @@ def plans(recording: Recording) -> list[list[Event]]:
     manifest, settings = recording.manifest, recording.manifest.settings
     policy = PrecisionPolicy(param_dtype=settings.get("param_dtype"), reduce_dtype=settings.get("reduce_dtype"))
     units = plan_units(recording.layouts(), Strategy(manifest.strategy), policy=policy)
-    microbatches = settings.get("accumulate") or 1 + max((at[0] for at in recording.activations(STEP)), default=0)
+    microbatches = recording.num_microbatches
     syncs = (Sync.LAST, Sync.EACH) if microbatches > 1 else (Sync.EACH,)
     return [collectives(step_plan(units, manifest.mesh, RANK, microbatches=microbatches, sync=sync)) for sync in syncs]
 

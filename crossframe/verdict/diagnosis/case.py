@@ -216,11 +216,6 @@ class Case:
         runs = [np.arange(run.param_start, run.param_start + run.numel) for piece in pieces for run in piece.runs()]
         return np.concatenate([np.zeros(0, int), *runs])
 
-    def microbatches_of(self, recording: Recording) -> int:
-        """The number of accumulated microbatches per step, as far as stated or recorded."""
-        stated = recording.manifest.settings.get("accumulate") or 1
-        return max(stated, 1 + max((at[0] for at in recording.activations(self.step)), default=0))
-
     @property
     def reduce_roundoff(self) -> float:
         """The unit roundoff of the stated reduce dtype (R33); 0 if it is the dtype of the gradients."""

@@ -131,8 +131,8 @@ def uneven_microbatches(case: Case) -> Iterator[Fit]:
     An embedding shows this: in rows that one microbatch alone looked up, the gradients of the sides are multiples, by the share
     that this microbatch has of the terms times the number of microbatches.
     """
-    num = case.microbatches_of(case.wrong)
-    if case.phase not in (FORWARD, BACKWARD, REDUCE) or num < 2 or num == case.microbatches_of(case.right):
+    num = case.wrong.num_microbatches
+    if case.phase not in (FORWARD, BACKWARD, REDUCE) or num < 2 or num == case.right.num_microbatches:
         return
     size = norm(case.both.right)
     within = case.limit / max(size, TINY) + 64 * case.compute_roundoff
@@ -183,7 +183,7 @@ def lost_microbatch(case: Case) -> Iterator[Fit]:
     """
     if case.phase not in (BACKWARD, REDUCE):
         return
-    num = case.microbatches_of(case.right)
+    num = case.right.num_microbatches
     if num < 2:
         return
     for name, spec in case.right.manifest.params.items():
@@ -240,7 +240,7 @@ _SPANS: "WeakKeyDictionary[Recording, dict[Any, _Span | None]]" = WeakKeyDiction
 
 def _spanned(case: Case) -> _Span | None:
     """(lost microbatch, evidence, residual and error relative to the gradient)."""
-    num = case.microbatches_of(case.right)
+    num = case.right.num_microbatches
     if num < 2:
         return None
     for name, spec in case.right.manifest.params.items():

@@ -28,7 +28,7 @@ def constant_factor(case: Case) -> Iterator[Fit]:
     # An activation is more likely scaled by one of its own sizes than by a number of ranks.
     sizes = _sizes(case)
     runs = (case.wrong, case.right)
-    counts = [sizes] if sizes else [counts_of(run.manifest, case.microbatches_of(run)) for run in runs]
+    counts = [sizes] if sizes else [counts_of(run.manifest, run.num_microbatches) for run in runs]
     names = (name_of(factor.value, error, each) for error in (factor.noise, factor.error) for each in counts)
     name = next((name for name in names if name), None)
     also = ""

@@ -137,7 +137,7 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
         return
     grads = case.local_grads(case.wrong, case.name)
     cut = None if grads is None else [case.cut(grad) for grad in grads]
-    mesh, microbatches = case.wrong.manifest.mesh, case.microbatches_of(case.wrong)
+    mesh, microbatches = case.wrong.manifest.mesh, case.wrong.num_microbatches
     if found := low_reduction(case.sides, cut, mesh.world_size, case.reduce_roundoff, mesh.replicate, microbatches):
         yield Fit(
             "low_precision_reduction",
@@ -151,7 +151,7 @@ def low_precision_reduction(case: Case) -> Iterator[Fit]:
 def _accumulated_low(case: Case) -> Iterator[Fit]:
     """A local gradient is stored in a coarser dtype than the run computes in, or has values of the reduction's dtype."""
     known = case.wrong.manifest.settings.get("reduce_dtype"), case.quantity.dtypes[not case.swapped]
-    low = low_reduction(case.sides, None, 1, case.compute_roundoff, 1, case.microbatches_of(case.wrong))
+    low = low_reduction(case.sides, None, 1, case.compute_roundoff, 1, case.wrong.num_microbatches)
     if low is not None and low.dtype in known:
         text = f"in {case.names[1]} all elements of the local gradient are {low.dtype} values, but it computes in "
         text += case.wrong.manifest.dtype

@@ -64,8 +64,7 @@ class Implied:
         """The effect of casts of parameters, as a multiple of the spread."""
         if quantity.kind == ACTIVATION:
             return 1.0
-        accumulated = self._run.manifest.settings.get("accumulate") or 1
-        return math.sqrt(self._pair.terms * accumulated * self._run.manifest.world_size)
+        return math.sqrt(self._pair.terms * self._run.num_microbatches * self._run.manifest.world_size)
 
     @property
     def scale(self) -> float:

@@ -81,7 +81,7 @@ def terms_of(recording: Recording) -> int:
     """
     if recording.manifest.terms is not None:
         return recording.manifest.terms
-    step = next((step for step in recording.recorded_steps() if recording.activations(step)), None)
+    step = recording.first_step_with_activations
     if step is None:
         return 1
     shapes = (recording.activation_shape(step, 0, *at) for at in recording.activations(step))

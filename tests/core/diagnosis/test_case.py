@@ -128,13 +128,6 @@ def test_runs_of_two_dtypes_reduce_as_the_coarser_one(tmp_path: Path) -> None:
     assert case(Pair(wide, stated)).reduce_roundoff == 2.0**-53
 
 
-@pytest.mark.parametrize(("stated", "num"), [(None, 1), (1, 1), (3, 3)])
-def test_microbatches_are_stated_or_recorded(stated: int | None, num: int, tmp_path: Path) -> None:
-    settings = {} if stated is None else {"accumulate": stated}
-    pair = Pair(run(tmp_path / "a"), run(tmp_path / "b", settings=settings))
-    assert case(pair).microbatches_of(pair.b) == num and case(pair).microbatches_of(pair.a) == 1
-
-
 @pytest.mark.parametrize("kind", ["flat", "per_param"])
 def test_elements_of_a_rank_are_those_of_its_shard(kind: str, tmp_path: Path) -> None:
     pair = Pair(run(tmp_path / "a", kind=kind), run(tmp_path / "b", kind=kind))

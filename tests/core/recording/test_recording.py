@@ -76,6 +76,21 @@ def test_the_schedule_chooses_steps(tmp_path):
     assert not recording.has("backward", 3, "embed")
 
 
+@pytest.mark.parametrize(("stated", "recorded", "num"), [({}, 1, 1), ({}, 3, 3), ({"accumulate": 4}, 1, 4)])
+def test_microbatches_are_stated_or_recorded(tmp_path, stated, recorded, num):
+    made = synthetic.manifest(1, settings=stated)
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        for microbatch in range(recorded):
+            writer.activation(0, microbatch, "block", "output", np.ones((2, 3)))
+        writer.updated(0, "", {"embed": (0, 12, np.ones(12))})
+        for step in range(3):
+            writer.batch(step, synthetic.digest(""), [0])
+            writer.loss(step, 0.5)
+            writer.end_step(step)
+    assert Recording.open(tmp_path).num_microbatches == num
+
+
 def test_the_manifest_comes_back(tmp_path):
     made = synthetic.manifest(3, kind="per_param", settings={"note": [1, {"a": None}]})
     create_recording(tmp_path, made)

@@ -9,7 +9,8 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.unequal_dtypes import scale_of_products
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.unequal_dtypes import Implied, scale_of_products
 from crossframe.verdict.perturbed_runs.directions import GAIN, Casts, Tally, directions_of
 from crossframe.verdict.perturbed_runs.spread import margin
 from tests.core.helpers import synthetic
@@ -54,6 +55,14 @@ def test_bfloat16_differs_from_float32_by_rounding(pair):
         assert "a computes in float32" in found.reason and "b computes in bfloat16" in found.reason
         assert "the rounding of bfloat16 explains the difference" in found.reason
         assert any(said.startswith("dtype differs") for said in found.settings)
+
+
+def test_effects_of_casts_add_up_over_microbatches(tmp_path):
+    fine, effects = synthetic.record(tmp_path / "a", made("float32")), []
+    for num in (1, 4):
+        coarse = synthetic.record(tmp_path / f"b{num}", made("bfloat16", settings={"accumulate": num}))
+        effects.append(Implied(Pair(fine, coarse)).times_spread(quantity(0, 0)))
+    assert effects[1] == 2 * effects[0]  # the square root of their number
 
 
 @pytest.mark.parametrize(
