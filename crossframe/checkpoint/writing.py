@@ -105,7 +105,7 @@ class Save:
 
     def __init__(self, path: Path | str, processes: Processes, about: Mapping[str, Any] | None) -> None:
         self.path, self.processes, self.token = path, processes, ""
-        self._about, self._begun = about, False
+        self._about = about
         self._sections: Mapping[str, Sharding] = {}
         self._places: tuple[int, ...] = ()
         self._values: dict[str, np.ndarray] = {}
@@ -129,7 +129,7 @@ class Save:
                 # Without `own`, whose `lines` would keep arrays on the devices.
                 self._arrays = {place: self._arrays(place) for place in self._places}.pop
             if self.processes.is_first:
-                self.token, self._begun = begin(self.path), True
+                self.token = begin(self.path)
 
         try:
             self.processes.together("beginning of a checkpoint", begun)
@@ -155,7 +155,7 @@ class Save:
 
     def abandon(self) -> None:
         """Remove what was written, in the first process."""
-        if self._begun:
+        if self.processes.is_first and self.token:
             abandon(self.path, self.token)
 
 

@@ -282,8 +282,8 @@ class LiveBucket:
 def _write_view(layout: Layout, buffer: np.ndarray, name: str, values: np.ndarray) -> None:
     """Write one parameter of a buffer with the layout of the gathered buffer."""
     for index in range(layout.world_size):
-        shard = buffer[index * layout.padded_shard_numel : (index + 1) * layout.padded_shard_numel]
         for piece in layout.pieces(index):
             if piece.name == name:
                 for shard_start, param_start, numel in piece.runs():
-                    shard[shard_start : shard_start + numel] = values.reshape(-1)[param_start : param_start + numel]
+                    start = index * layout.padded_shard_numel + shard_start
+                    buffer[start : start + numel] = values.reshape(-1)[param_start : param_start + numel]

@@ -32,6 +32,16 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+def test_a_child_that_nobody_has_waited_for_has_ended(monkeypatch):
+    killed = []
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(processes, "_kill", killed.append)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    wait_until(lambda: not runs(child.pid))
+    processes.end([child.pid])
+    assert not killed and child.wait() == 0
+
+
 @pytest.fixture
 def started(tmp_path):
     """Start the command of `family` in a session of its own, and wait until all its processes run."""

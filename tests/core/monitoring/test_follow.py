@@ -10,6 +10,7 @@ from crossframe.cli import watch as watch_module
 from crossframe.cli.commands import app
 from crossframe.errors import RecordingError, UsageError
 from crossframe.monitoring import Alarm, Follower, Kind, Monitor, baseline
+from crossframe.monitoring.updates import UpdateRule
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.known_settings import LOSSES, MEAN
 from crossframe.recording.live import LiveRecording
@@ -147,6 +148,9 @@ BETAS = {"betas": [0.9, 0.999]}
         pytest.param(KEPT, BETAS, DID_NOT_CHANGE, id="kept"),
         pytest.param(KEPT, {"betas": None}, DID_NOT_CHANGE, id="kept, betas unknown"),
         pytest.param({"rate": 50 * faulty.RATE}, BETAS, "and 7 more moved by", id="moved"),
+        pytest.param(
+            {"rate": 50 * faulty.RATE}, {"betas": [0.9, 0.85]}, "moved by", id="moved, betas close to each other"
+        ),
     ],
 )
 def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_path, faults, stated, text, monkeypatch):
@@ -164,6 +168,15 @@ def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_p
     follower.advance()
     assert {alarm.kind for alarm in follower.alarms} == {Kind.OPTIMIZER}
     assert any(text in alarm.text for alarm in follower.alarms)
+
+
+def test_a_parameter_that_stays_is_not_lost_in_rounding_if_one_of_several_rates_moves_it(tmp_path, monkeypatch):
+    recording = faulty.record(tmp_path / "run", faulty.Faults(**KEPT), other=BETAS)
+    rates = {0: faulty.RATE, 1: 0.0, 2: faulty.RATE}
+    monkeypatch.setattr("crossframe.recording.reader.Recording.learning_rates", lambda _, step: (rates[step],))
+    rule = UpdateRule()
+    assert not list(rule.add(recording, 0))
+    assert [(move.parameter, move.lost) for move in rule.add(recording, 2)] == [("embed.weight", False)]
 
 
 def test_parameters_that_the_loop_changes_after_the_update_are_a_note(tmp_path):

@@ -254,12 +254,12 @@ def amplified(seed):
     return tamper
 
 
-def average(tmp_path, name, of, *, error=0.0, seed=0):
-    """A run with a moving average of a parameter."""
+def average(tmp_path, name, of, *, error=0.0, start=0.0, seed=0):
+    """A run with a moving average of a parameter; `start` is added to its initial value, and `error` after each step."""
     right = synthetic.record(tmp_path / f"{name} before", tamper=amplified(seed))
 
     def buffers(step, rank):
-        value = right.full("parameters", 0, of)
+        value = right.full("parameters", 0, of) + start
         for at in range(step + 1):
             value = value + 0.25 * (right.full("update", at, of) - value)
         return {"average": value + (error if step >= 0 else 0.0)}
@@ -271,6 +271,7 @@ def test_an_average_of_a_parameter_is_known_by_its_values(tmp_path):
     run = average(tmp_path, "run", "embed")
     assert [averaged_parameter(run, step, 0, "average") for step in (0, 1)] == ["embed", "embed"]
     assert averaged_parameter(average(tmp_path, "other", "embed", error=1e-3), 0, 0, "average") is None
+    assert averaged_parameter(average(tmp_path, "elsewhere", "embed", start=0.1), 0, 0, "average") is None
     assert averaged_parameter(recorded(tmp_path, "moving", moving()), 0, 0, "block.mean") is None
 
 
