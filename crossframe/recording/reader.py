@@ -168,8 +168,9 @@ class Recording:
         """A view of another number of steps of this recording, all of which have been read."""
         view = copy.copy(self)
         view.num_steps, view._views = num_steps, {}
-        for name in ("_steps", "backward_order"):
-            view.__dict__.pop(name, None)
+        for name, cached in vars(Recording).items():
+            if isinstance(cached, functools.cached_property):
+                view.__dict__.pop(name, None)
         return view
 
     def losses_at(self, step: int) -> np.ndarray:

@@ -57,8 +57,8 @@ def vmap_over_mesh(fn: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...]
 
     def call(*args: Any) -> Any:
         split = _on_leaves(lambda spec, leaf: _split(leaf, spec, mesh), in_specs, args)
-        dims = _on_leaves(lambda spec, leaf: _partition(leaf, spec), in_specs, args)
-        found = run(*(split if model_axes(mesh) else _in_order_of_dims(split, dims, mesh)))
+        partitions = _on_leaves(lambda spec, leaf: _partition(leaf, spec), in_specs, args)
+        found = run(*(split if model_axes(mesh) else _row_major(split, partitions, mesh)))
         return _on_leaves(lambda spec, leaf: _joined(leaf, spec, mesh), out_specs, found)
 
     return call
@@ -156,17 +156,17 @@ def _split(array: Any, spec: P, mesh: Mesh) -> jax.Array:
 
 
 def _partition(array: Any, spec: P) -> P:
-    """That of a split array."""
+    """The PartitionSpec of a split array."""
     entries = (*spec, *(None,) * (array.ndim - len(spec)))
     return P(*(each for entry in entries for each in (*axes_of(entry), None)))
 
 
-def _in_order_of_dims(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
-    """The arrays, on each device in the order of their dims.
+def _row_major(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
+    """Constrain split arrays to the row-major layout on each device.
 
-    A dim of ranks has one entry on a device, so that its place in XLA's order makes no difference in memory. Up to JAX 0.11.2
-    XLA's CPU compiler puts it first nevertheless, and then copies the array to the order in which a loop reads it: the shards of
-    all layers of a scan, at every step. Not with model axes: XLA would gather over them what has an order.
+    The dim of ranks has size 1 on a device, so its place in the layout makes no difference in memory. Up to JAX 0.11.2 XLA's CPU
+    compiler nevertheless makes it the major dim, and then copies the array to the layout in which a loop reads it: the shards of
+    all layers of a scan, at every step. With model axes this is not used: XLA gathers an array with a layout constraint.
     """
     leaves, structure = jax.tree.flatten(arrays)
     specs = jax.tree.leaves(partitions, is_leaf=_is_spec)
@@ -175,11 +175,11 @@ def _in_order_of_dims(arrays: Any, partitions: Any, mesh: Mesh) -> Any:
         return arrays
     own = tuple(specs[i] for i in at)
 
-    def in_order(*parts: jax.Array) -> tuple[jax.Array, ...]:
+    def constrained(*parts: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(with_layout_constraint(part, Layout(tuple(range(part.ndim)))) for part in parts)
 
-    ordered = jax.shard_map(in_order, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)(*(leaves[i] for i in at))
-    for i, leaf in zip(at, ordered, strict=True):
+    laid_out = jax.shard_map(constrained, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+    for i, leaf in zip(at, laid_out(*(leaves[i] for i in at)), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 

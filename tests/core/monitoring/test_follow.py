@@ -170,7 +170,7 @@ def test_parameters_that_moved_too_far_or_not_at_all_are_found_in_sketches(tmp_p
     assert any(text in alarm.text for alarm in follower.alarms)
 
 
-def test_a_parameter_that_stays_is_not_lost_in_rounding_if_one_of_several_rates_moves_it(tmp_path, monkeypatch):
+def test_rounding_is_judged_by_the_largest_rate(tmp_path, monkeypatch):
     recording = faulty.record(tmp_path / "run", faulty.Faults(**KEPT), other=BETAS)
     rates = {0: faulty.RATE, 1: 0.0, 2: faulty.RATE}
     monkeypatch.setattr("crossframe.recording.reader.Recording.learning_rates", lambda _, step: (rates[step],))

@@ -91,6 +91,26 @@ def test_microbatches_are_stated_or_recorded(tmp_path, stated, recorded, num):
     assert Recording.open(tmp_path).num_microbatches == num
 
 
+def test_a_view_of_other_steps_has_its_own_microbatches(tmp_path):
+    """As when a recording is followed while it is written."""
+    made = synthetic.manifest(1, schedule=Schedule(dense=3, every=1))
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        for step in range(3):
+            for microbatch in range(3 if step == 1 else 0):
+                writer.activation(step, microbatch, "block", "output", np.ones((2, 3)))
+            writer.batch(step, synthetic.digest(""), [0])
+            writer.loss(step, 0.5)
+            writer.updated(step, "", {"embed": (0, 12, np.ones(12))})
+            writer.end_step(step)
+    whole = Recording.open(tmp_path)
+    assert whole.num_microbatches == 3
+    first = whole.first(1)
+    assert (first.num_microbatches, first.first_step_with_activations) == (1, None)
+    assert set(first.backward_order) == set(made.params)
+    assert first.with_num_steps(3).num_microbatches == 3
+
+
 def test_the_manifest_comes_back(tmp_path):
     made = synthetic.manifest(3, kind="per_param", settings={"note": [1, {"a": None}]})
     create_recording(tmp_path, made)
