@@ -20,6 +20,9 @@ PER_RANK = "per_rank_statistics"
 """Names of modules whose output for a sample depends on the other samples of the rank, as that of batch norm in training."""
 NOT_RECORDED = "not_recorded"
 """Names of parameters of the model that are not recorded, such as those that its FSDP ignores."""
+EPS_HAT = "eps_hat"
+"""An epsilon of Adam that is added to the root of the second moment without its correction for the start at zero: epsilon hat of
+Kingma and Ba (2015), section 2."""
 GROUPS = "param_groups"
 """A list of parameter groups whose optimizer settings differ from the others: {"params": [names], "lr": ..., ...}."""
 LOSSES, MEAN = "losses", "mean"
@@ -58,6 +61,7 @@ _OPTIONS = {
     "weight_decay": _NUMBER,
     "momentum": _NUMBER,
     "eps": _NUMBER,
+    EPS_HAT: _NUMBER,
     "betas": ("two numbers", lambda value: _are(value, _is_number) and len(value) == 2),
 }
 _KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {

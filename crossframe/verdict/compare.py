@@ -7,7 +7,7 @@ from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
-from crossframe.recording.known_settings import GROUPS
+from crossframe.recording.known_settings import EPS_HAT, GROUPS
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_limits, conclude_initial_values
@@ -306,7 +306,12 @@ def _diagnosis_of(acting: Sequence[Setting], diagnosis: Diagnosis | None, names:
     return Diagnosis(signature, f"{setting.describe(names)}.")
 
 
-_SIGNATURES = {"learning_rate": "constant_factor", "weight_decay": "weight_decay", "eps": "optimizer_epsilon"}
+_SIGNATURES = {
+    "learning_rate": "constant_factor",
+    "weight_decay": "weight_decay",
+    "eps": "optimizer_epsilon",
+    EPS_HAT: "optimizer_epsilon",
+}
 """The signature of each setting whose effect has one."""
 
 

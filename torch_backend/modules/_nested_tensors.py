@@ -2,10 +2,11 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -29,22 +30,32 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested inputs or outputs: dicts, sequences, sets, dataclasses, and classes that torch's pytree knows."""
+def tensors_in(value: Any, *, arrays: bool = False) -> Iterator[Tensor]:
+    """All tensors in nested inputs or outputs: dicts, sequences, sets, dataclasses, and classes that torch's pytree knows.
+
+    Args:
+        arrays: copies of numpy's arrays of numbers too, which some models are given instead of tensors.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | Set):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-    elif type(value) in SUPPORTED_NODES:
-        for item in SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
-            yield from tensors_in(item)
+    elif arrays and isinstance(value, np.ndarray):
+        if value.ndim and value.dtype.kind in "biuf":
+            yield torch.from_numpy(np.array(value))
+    else:
+        for item in _items(value):
+            yield from tensors_in(item, arrays=arrays)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | Set):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    if type(value) in SUPPORTED_NODES:
+        return SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    return ()
 
 
 def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:

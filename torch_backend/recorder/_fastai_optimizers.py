@@ -1,18 +1,16 @@
-"""fastai's optimizers, which are none of `torch.optim`, as optimizers of torch that have the same parameters and state."""
+"""fastai's optimizers, by the functions that make their steps."""
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from crossframe.replacing import replacing
+from torch_backend.recorder._followed_optimizers import Follower, follower_of
 
-_FOLLOWER = "_crossframe_follower"
 _OF_MOMENTS = {"grad_avg": "exp_avg", "sqr_avg": "exp_avg_sq"}
 # By the function that makes the step: torch's class, and torch's names of the state.
 _RULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -24,33 +22,18 @@ _RULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
-class _Follower(Optimizer):
-    """An optimizer of torch whose step is that of an optimizer of fastai.
+class _Follower(Follower):
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._followed
+        return [
+            {"params": list(params), **_options(optimizer, hypers)}
+            for params, hypers in zip(optimizer.param_lists, optimizer.hypers, strict=True)
+        ]
 
-    Args:
-        followed: the optimizer of fastai.
-        step: its class's step.
-    """
-
-    def __init__(self, followed: Any, step: Callable[[Any], None]) -> None:
-        self._followed, self._step = followed, step
-        groups = [{"params": list(params), **_options(followed, hypers)} for params, hypers in _groups(followed)]
-        super().__init__(groups, {})
-
-    def read_options(self) -> None:
-        """Take the options of the next step, which schedules and callbacks may have changed."""
-        for group, (_, hypers) in zip(self.param_groups, _groups(self._followed), strict=True):
-            group |= _options(self._followed, hypers)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._step(self._followed) if closure is None else self._step(self._followed, closure)  # type: ignore[call-arg]
+    def _states(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         names = _rule(self._followed)[1]
         for param, state in self._followed.state.items():
-            values = {names.get(name, name): value for name, value in state.items() if name in (*names, "step")}
-            self.state[param] = {
-                name: value if isinstance(value, Tensor) else torch.tensor(float(value))
-                for name, value in values.items()
-            }
+            yield param, {names.get(name, name): value for name, value in state.items() if name in (*names, "step")}
 
 
 def follow_fastai(stack: ExitStack) -> bool:
@@ -59,35 +42,26 @@ def follow_fastai(stack: ExitStack) -> bool:
         return False
     kind, own = library.Optimizer, library.Optimizer.step
 
-    def step(optimizer: Any, closure: Any = None) -> None:
-        follower = _follower(optimizer, own)
-        follower.read_options()  # before the hooks of torch's step
-        follower.step(closure)
+    def step(optimizer: Any, *closure: Any) -> None:
+        _follower(optimizer).follow(lambda: own(optimizer, *closure))
 
     stack.enter_context(replacing(kind, "step", step))
     for each in gc.get_objects():
         if issubclass(type(each), kind):
-            _follower(each, own)
+            _follower(each)
     return True
 
 
-def _follower(optimizer: Any, step: Callable[[Any], None]) -> _Follower:
-    if (found := vars(optimizer).get(_FOLLOWER)) is None:
-        is_decoupled = any(getattr(each, "__name__", "") == "weight_decay" for each in optimizer.cbs)
-        name = _rule(optimizer)[0]
-        found = type(f"{name}W" if is_decoupled and name == "Adam" else name, (_Follower,), {})(optimizer, step)
-        setattr(optimizer, _FOLLOWER, found)
-    return found
+def _follower(optimizer: Any) -> Follower:
+    is_decoupled = any(getattr(each, "__name__", "") == "weight_decay" for each in optimizer.cbs)
+    name = _rule(optimizer)[0]
+    return follower_of(optimizer, f"{name}W" if is_decoupled and name == "Adam" else name, _Follower)
 
 
 def _rule(optimizer: Any) -> tuple[str, Mapping[str, str]]:
     """torch's class, and torch's names of the state. An unknown rule has the name of the function that makes the step."""
     last = getattr(optimizer.cbs[-1], "__name__", type(optimizer).__name__)
     return _RULES.get(last, (last, {}))
-
-
-def _groups(optimizer: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-    return list(zip(optimizer.param_lists, optimizer.hypers, strict=True))
 
 
 def _options(optimizer: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from crossframe.param_map import identity_map
 from crossframe.recording import Manifest, create_recording
-from crossframe.recording.known_settings import GROUPS, NOT_RECORDED, PER_RANK
+from crossframe.recording.known_settings import EPS_HAT, GROUPS, NOT_RECORDED, PER_RANK
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.recording.program import MODEL_RANKS, OPTIMIZER_KERNEL, program_of
@@ -20,7 +20,7 @@ from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder._float32_precision import allows_tf32_in_convolutions, matmul_precision
 from torch_backend.recorder._model_ranks import full, set_full
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import class_name, innermost, is_compiled, named_modules
+from torch_backend.recorder._module_tree import class_name, innermost, is_compiled, is_keras, named_modules
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"
@@ -53,7 +53,9 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of a run, from what is known before the first step."""
     device = device_of(view)
-    dtype = view.compute_dtype
+    dtype, inner = view.compute_dtype, innermost(model)
+    if is_keras(inner):
+        dtype = inner.compute_dtype  # type: ignore[assignment]  # of its policy
     if torch.is_autocast_enabled(device):
         dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     found: dict[str, Any] = {"engine": view.engine.name}
@@ -77,7 +79,7 @@ def manifest_of(
         described[MODEL_RANKS] = processes // view.mesh.world_size
     return options.manifest(
         framework="torch",
-        model=name or class_name(innermost(model)),
+        model=name or class_name(inner),
         dtype=dtype,
         mesh=view.mesh,
         learning_rate=rate,
@@ -161,7 +163,7 @@ def _attention_kernels() -> dict[str, bool]:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer options of a parameter group."""
     found: dict[str, Any] = {}
-    for option in ("lr", "weight_decay", "momentum", "eps"):
+    for option in ("lr", "weight_decay", "momentum", "eps", EPS_HAT):
         if option in group and not isinstance(group[option], tuple | list):  # Adafactor has two epsilons
             found[option] = float(group[option])
     if "betas" in group:

@@ -16,7 +16,6 @@ from crossframe.errors import UsageError
 from crossframe.layout import Layout
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.state import canonical_name
 from torch_backend.compat._dtypes import as_real
 from torch_backend.engine._unit_tree import units_in
 from torch_backend.recorder import _module_tree as module_tree
@@ -232,7 +231,11 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[
         *(place.name for place in places if place.module in owners),
     }
     known = {id(param) for bucket in engine.buckets for param in bucket.params}
-    unmanaged = [canonical_name(name) for name, param in model.named_parameters() if id(param) not in known]
+    unmanaged: dict[int, str] = {}
+    for place in places:
+        for attribute, param in module_tree.params_of(place.module).items():
+            if param is not None and id(param) not in known:
+                unmanaged.setdefault(id(param), f"{place.name}.{attribute}" if place.name else attribute)
     return ModelView(
         engine,
         MeshSpec(shard=num_shards, replicate=num_replicas),
@@ -247,7 +250,7 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[
         {module: name for name, module in by_name.items() if name in wanted},
         entries,
         engine.compute_dtype or engine.buckets[0].layout.params[0].dtype,
-        tuple(dict.fromkeys((*unmanaged, *engine.left_out))),
+        tuple(dict.fromkeys((*unmanaged.values(), *engine.left_out))),
         stated.pipeline,
         stated.context,
         stage,

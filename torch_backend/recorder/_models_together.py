@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from crossframe.replacing import subclasses_of
 from crossframe.scripts import held_in
-from torch_backend.recorder._module_tree import LARGEST_IN_FULL, lacks_forward, named_buffers
+from torch_backend.recorder._module_tree import LARGEST_IN_FULL, inner_modules, lacks_forward, named_buffers
 
 _MOST_BESIDE = 4
 """Modules beside the model are recorded if they have at most this many times its elements."""
@@ -54,7 +54,7 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
         return None
     if part is not None and not found and next(part.parameters(), None) is not None:
         found = [part]
-    if part is not None and not any(one is part for each in found for one in each.modules()):
+    if part is not None and not any(one is part for each in found for one in inner_modules(each)):
         return None
     if len(found) == 1 and not loose and part is not None:
         return found[0] if lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part) else None
@@ -67,7 +67,7 @@ def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     A module that contains the model is one of them if it has further tensors. Modules much larger than the model, such as a
     frozen backbone, are left out.
     """
-    own, variables = [one for model in models for one in model.modules()], _variables()
+    own, variables = [one for model in models for one in inner_modules(model)], _variables()
     most = _MOST_BESIDE * sum(param.numel() for model in models for param in model.parameters())
     named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
     sizes = ((name, each, _numel(named_buffers(each, without=own, params=True))) for name, each in named)
@@ -98,7 +98,7 @@ def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that are inside no other one."""
-    inside = {id(one) for each in modules for one in each.modules() if one is not each}
+    inside = {id(one) for each in modules for one in inner_modules(each) if one is not each}
     return [each for each in modules if id(each) not in inside]
 
 

@@ -24,7 +24,7 @@ from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import is_compiled, lacks_forward, named_modules
+from torch_backend.recorder._module_tree import children_of, is_compiled, lacks_forward, named_modules, param_of
 from torch_backend.recorder._pipeline import infers_shapes
 
 
@@ -128,7 +128,9 @@ def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
     if not (in_parts or lacks_forward(model)):
         return [model]
     found: dict[nn.Module, None] = {}
-    for child in model.children():
+    for child in children_of(model).values():
+        if child is None:
+            continue
         if not lacks_forward(child):
             found[child] = None
         if not is_compiled(child):
@@ -325,7 +327,7 @@ class Watch:
         for unit in view.entries.get(module, ()):
             for name in view.names_of(unit):
                 for owner, attribute in view.places[name]:
-                    yield unit, name, getattr(owner, attribute)
+                    yield unit, name, param_of(owner, attribute)
 
     def _read(self, module: nn.Module) -> None:
         for unit, name, value in self._entered(module):
@@ -365,7 +367,7 @@ class Watch:
             return
         if self._view is None:
             with quietly():
-                given = [tensor.detach() for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
+                given = [tensor.detach() for tensor in tensors_in((args, kwargs), arrays=True) if _is_plain(tensor)]
             self._sink.begins(given)
             self._trains_in = model.training
         self._sink.forward_begins()
@@ -379,7 +381,7 @@ class Watch:
         self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)]
+            inputs = [tensor for tensor in tensors_in((args, kwargs), arrays=True) if _is_plain(tensor)]
             self._came = {_storage_of(each) for each in inputs}
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]

@@ -1,7 +1,7 @@
 """The user's modules under their own names, without wrappers: FSDP, DistributedDataParallel, torch.compile, checkpointing."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch_backend.compat._torch_classes import derives_from_torch
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
 _FABRIC = "_FabricModule"
+_MADE_BY_KERAS = ("_torch_params", "_functional")
+"""All variables of a layer and of those inside of it once more, and the graph of a sequential model."""
 LARGEST_IN_FULL = 1 << 20
 """The number of elements up to which a buffer is recorded in full, and one of integers at all."""
 _NUMBERS = frozenset(
@@ -59,9 +61,14 @@ def _places(module: nn.Module, name: str, compiled: bool, seen: set[nn.Module] |
         seen.add(module)
     yield NamedModule(name, module, compiled)
     compiled = compiled or is_compiled(module)
-    for attribute, child in module._modules.items():
+    for attribute, child in children_of(module).items():
         if child is not None:
             yield from _places(child, child_name(module, name, attribute), compiled, seen)
+
+
+def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all modules inside of it, each once."""
+    return (place.module for place in named_modules(module))
 
 
 def named_buffers(
@@ -75,14 +82,66 @@ def named_buffers(
     """
     seen: set[int] = set()
     for place in named_modules(model, without=without):
-        own = place.module._buffers
-        for attribute, value in (place.module._parameters | own if params else own).items():
+        own = buffers_of(place.module)
+        for attribute, value in ({**params_of(place.module), **own} if params else own).items():
             if value is None or id(value) in seen or not _has_values(value):
                 continue
             seen.add(id(value))
             is_small = value.is_floating_point() or value.numel() <= LARGEST_IN_FULL  # integers become float64
             if (value.dtype.is_complex or value.dtype in _NUMBERS) and is_small:
                 yield (f"{place.name}.{attribute}" if place.name else attribute), value
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The modules right inside of a module, by attribute.
+
+    Keras registers with torch neither the layers of a functional or sequential model nor those in lists; they have the names that
+    Keras gives them.
+    """
+    if not is_keras(module):
+        return module._modules
+    found: Any = {child: name for name, child in module._modules.items() if name not in _MADE_BY_KERAS}
+    found |= {layer: layer.name for layer in module._layers if layer not in found}  # type: ignore[union-attr]
+    return {name: child for child, name in found.items()}
+
+
+def params_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The parameters of a module without those of modules inside of it, by attribute."""
+    return _variables_of(module, "_trainable_variables") if is_keras(module) else module._parameters
+
+
+def param_of(module: nn.Module, attribute: str) -> Any:
+    """The parameter that a module reads as this attribute, which a wrapper may have made a plain tensor."""
+    return params_of(module)[attribute] if is_keras(module) else getattr(module, attribute)
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The buffers of a module without those of modules inside of it, by attribute."""
+    return _variables_of(module, "_non_trainable_variables") if is_keras(module) else module._buffers
+
+
+def _variables_of(layer: nn.Module, attribute: str) -> dict[str, Tensor | None]:
+    """The variables of a layer of Keras by name, but for the parameters of a module of torch that it wraps."""
+    modules = [child for child in children_of(layer).values() if child is not None and not is_keras(child)]
+    wrapped = {id(param) for module in modules for param in module.parameters()}
+    found: dict[str, Tensor | None] = {}
+    for variable in getattr(layer, attribute):
+        name = variable.name
+        while name in found:
+            name += "_"
+        if id(tensor_of(variable)) not in wrapped:
+            found[name] = tensor_of(variable)
+    return found
+
+
+def tensor_of(variable: Any) -> Any:
+    """The tensor of a variable of Keras, whose `value` is cast in layers that compute in another dtype."""
+    return variable._value
+
+
+def is_keras(module: nn.Module) -> bool:
+    """Whether this is a layer or model of Keras. Does not import it."""
+    return any(base.__name__ == "Layer" and base.__module__.startswith("keras.") for base in type(module).__mro__)
 
 
 def _has_values(value: Tensor) -> bool:

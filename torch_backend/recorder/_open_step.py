@@ -41,7 +41,7 @@ class OpenStep:
         norm: the gradient norm before clipping.
         has_grads: whether gradients are kept.
         outdated: ids of parameters through which a backward went after that.
-        loss_scale: of a GradScaler, which multiplies local gradients.
+        loss_scale: the divisor of local gradients, such as that of a GradScaler.
         updated: how many forwards were before the last step of each parameter's optimizer, by the id of the parameter.
     """
 
@@ -70,6 +70,12 @@ class OpenStep:
         self._before_backward.append(forwards)
         if self.has_grads:
             self.outdated.update(params)
+
+    def divide(self, divisor: float) -> None:
+        """An optimizer takes this factor out of the losses on which backward was called."""
+        if divisor != 1.0:
+            self.losses = [loss / divisor for loss in self.losses]
+            self.loss_scale *= divisor
 
     def steps(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
         """An optimizer of the model is about to step after this number of forwards."""

@@ -459,6 +459,7 @@ class Recorder(Listener):
                 for part in self._parts:
                     part.watch.updates(params_of(optimizer))
                 self._open.steps(optimizer, self._parts[0].watch.microbatches)
+                self._open.divide(getattr(optimizer, "loss_divisor", 1.0))
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
                 self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
 

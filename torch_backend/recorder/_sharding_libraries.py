@@ -274,7 +274,7 @@ def _registrations(model: nn.Module) -> dict[str, Registration]:
     by_param: dict[int, str] = {}
     found: dict[str, Registration] = {}
     for place in module_tree.named_modules(model, every_name=True):
-        for attribute, param in place.module._parameters.items():
+        for attribute, param in module_tree.params_of(place.module).items():
             if param is None or dtype_name(param.dtype.to_real()) not in FLOATING:
                 continue
             name = f"{place.name}.{attribute}" if place.name else attribute

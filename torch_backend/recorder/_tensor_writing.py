@@ -25,7 +25,7 @@ from torch_backend.compat._dtypes import as_real, to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
-from torch_backend.recorder._module_tree import LARGEST_IN_FULL, named_buffers
+from torch_backend.recorder._module_tree import LARGEST_IN_FULL, inner_modules, named_buffers
 from torch_backend.recorder._partition import Pieces as PiecesOfRanks
 from torch_backend.recorder._partition import in_forward
 from torch_backend.recorder._sketch import sample_of, sketches_of
@@ -76,7 +76,7 @@ class Keeper:
         for name, buffer in named_buffers(self._model):
             yield self._view.own_name(name), buffer
         for name, module in self._beside.items():
-            for inner, tensor in named_buffers(module, without=self._model.modules(), params=True):
+            for inner, tensor in named_buffers(module, without=inner_modules(self._model), params=True):
                 yield f"{name}.{inner}", tensor
 
     def keep_grads(self, step: int, scale: float, only: Set[int] | None) -> bool:

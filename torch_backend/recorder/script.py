@@ -39,6 +39,7 @@ from crossframe.replacing import replacing
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
+from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
@@ -89,6 +90,7 @@ class ScriptRecorder:
         self._knew_jax = "jax" in sys.modules  # not by the script
         self._until_found, self._whole_run = ExitStack(), ExitStack()
         self._knows_fastai = False
+        self._keras = KerasOptimizers(self._whole_run)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -206,8 +208,9 @@ class ScriptRecorder:
         Args:
             options: of `Recorder`.
         """
-        if not (self._knows_fastai or self._forward_only):
-            self._knows_fastai = follow_fastai(self._whole_run)
+        if not self._forward_only:
+            self._knows_fastai = self._knows_fastai or follow_fastai(self._whole_run)
+            self._keras.find(modules)
         own, mine = self._own(modules)
         if not mine and sum(map(reshard, modules)):
             own, mine = self._own(modules)

@@ -12,7 +12,7 @@ import numpy as np
 
 from crossframe.recording import Manifest, Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE, STATE, UPDATE
-from crossframe.recording.known_settings import GROUPS
+from crossframe.recording.known_settings import EPS_HAT, GROUPS
 from crossframe.verdict.diagnosis.fit import factor_between, roundoff_of
 from crossframe.verdict.diagnosis.optimizer_rules import SGD, AdamW
 from crossframe.verdict.diagnosis.update_deviations import Rule, Update, read_off
@@ -88,6 +88,8 @@ def stated_rule(
     decay, momentum, epsilon, clip, beta1, beta2 = map(float, numbers)
     if kind == SGD_:
         return Stated(kind, SGD(rate, momentum, decay), decay, clip)
+    if (hat := settings.get(EPS_HAT)) is not None:
+        epsilon = hat / math.sqrt(1 - beta2**count)
     own = decay if kind == ADAMW else 0.0
     rule = AdamW(rate, beta1, beta2, epsilon, own, count, count)
     return Stated(kind, rule, decay - own, clip, states_decay="weight_decay" in settings)

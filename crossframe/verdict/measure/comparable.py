@@ -10,7 +10,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.quoting import quote
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BUFFERS, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.recording.known_settings import FORWARD_ONLY, GROUPS, PER_RANK
+from crossframe.recording.known_settings import EPS_HAT, FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
@@ -21,7 +21,7 @@ _FREE = {
     "clip": STATE,
 }
 # Settings of parameter groups.
-_OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE}
+_OF_GROUPS = {"weight_decay": STATE, "momentum": STATE, "betas": STATE, "eps": UPDATE, EPS_HAT: UPDATE}
 _DECAY = "weight_decay"
 _ORDER = (FORWARD, STATE, UPDATE, BUFFERS)
 _ROUNDINGS = 16

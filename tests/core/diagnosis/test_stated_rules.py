@@ -45,6 +45,12 @@ DEFAULT = AdamW(RATE, 0.9, 0.999, 1e-8, 0.01, 3, 3)
             Stated("AdamW", AdamW(0.5, 0.8, 0.95, 1e-6, 0.2, 3, 3), 0.0, 2.0),
             id="AdamW with everything",
         ),
+        pytest.param(
+            "AdamW",
+            {"eps_hat": 1e-6},
+            Stated("AdamW", replace(DEFAULT, epsilon=1e-6 / math.sqrt(1 - 0.999**3)), 0.0, math.inf, states_decay=False),
+            id="epsilon hat",
+        ),
         pytest.param("AdamW", {"lr": 0}, Stated("AdamW", replace(DEFAULT, rate=1.0), 0.0, math.inf, False), id="no rate"),
         pytest.param("Adam", {}, Stated("Adam", replace(DEFAULT, decay=0.0), 0.0, math.inf, False), id="Adam"),
         pytest.param(

@@ -1,0 +1,124 @@
+"""Scripts that train with Keras on its torch backend, whose optimizers are none of torch.optim and whose layers are not all
+registered as modules."""
+
+import sys
+
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+from torch_backend.recorder import script
+
+_DATA = """
+import numpy as np, torch, keras
+from keras import layers
+keras.utils.clear_session()
+keras.utils.set_random_seed(0)
+random = np.random.default_rng(1)
+y = random.integers(5, size=16)
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+batch, accumulate, scale = {batch}, {accumulate}, {scale}
+"""
+_IMAGES = (
+    _DATA
+    + """
+x = random.standard_normal((16, 6, 6, 3)).astype("float32")
+inputs = keras.Input((6, 6, 3))
+hidden = layers.Conv2D(4, 3, name="conv")(inputs)
+hidden = layers.BatchNormalization(name="norm")(hidden)
+hidden = layers.Flatten()(hidden)
+model = keras.Model(inputs, keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(5)], name="head")(hidden))
+optimizer = keras.optimizers.AdamW({rate}, weight_decay=0.1, global_clipnorm=1.0)
+optimizer.exclude_from_weight_decay(var_names=["bias"])
+model.compile(optimizer, loss_of)
+"""
+)
+_WORDS = (
+    _DATA
+    + """
+x = random.integers(9, size=(16, 4))
+class Words(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden = layers.Embedding(9, 6), [layers.Dense(6, "relu") for _ in range(2)]
+        self.wrapped, self.head = layers.TorchModuleWrapper(torch.nn.Linear(6, 6)), layers.Dense(5)
+    def call(self, x):
+        x = self.embedding(x)
+        for each in self.hidden:
+            x = each(x)
+        return self.head(self.wrapped(x)[:, 0])
+torch.manual_seed(0)
+model = Words()
+optimizer = keras.optimizers.Adam({rate}, gradient_accumulation_steps=accumulate, loss_scale_factor=scale)
+model.compile(optimizer, loss_of)
+"""
+)
+_LOOPS = {
+    "fit": "model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))",
+    "batches": """
+for _ in range(2):
+    for i in range(0, 16, batch):
+        model.train_on_batch(x[i : i + batch], y[i : i + batch])
+""",
+    "guide": """
+for _ in range(2):
+    for i in range(0, 16, batch):
+        loss = loss_of(torch.from_numpy(y[i : i + batch]), model(torch.from_numpy(x[i : i + batch]), training=True))
+        model.zero_grad()
+        optimizer.scale_loss(loss).backward()
+        weights = model.trainable_weights
+        with torch.no_grad():
+            optimizer.apply([each.value.grad for each in weights], weights)
+""",
+}
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Record a script with this model and loop in this process."""
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    numbers = iter(range(10))
+
+    def record(text, loop="fit", *, batch=8, accumulate=None, scale=None, rate=0.01):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        name = str(next(numbers))
+        path = tmp_path / f"{name}.py"
+        path.write_text(text.format(batch=batch, accumulate=accumulate, scale=scale, rate=rate) + _LOOPS[loop])
+        assert script.run(str(path), (), directory=str(tmp_path / name), every=1, dense=4) == 0
+        return Recording.open(tmp_path / name)
+
+    return record
+
+
+def test_loops_of_keras_are_recorded_alike(recorded):
+    fit, *others = (recorded(_IMAGES, loop) for loop in _LOOPS)
+    assert [*fit.manifest.params] == [
+        *("conv.kernel", "conv.bias", "norm.gamma", "norm.beta"),
+        *("head.dense.kernel", "head.dense.bias", "head.dense_1.kernel", "head.dense_1.bias"),
+    ]
+    assert fit.num_steps == 4 and fit.learning_rates(0) == (0.01, 0.01)
+    assert fit.state_slots(0, "conv.kernel") == ("exp_avg", "exp_avg_sq")
+    settings = fit.manifest.settings
+    assert settings["optimizer"] == "AdamW" and (settings["weight_decay"], settings["eps_hat"]) == (0.1, 1e-7)
+    assert [group["weight_decay"] for group in settings["param_groups"]] == [0.0]
+    for other in others:
+        found = compare(fit, other)
+        assert found.verdict is Verdict.EQUAL, found.reason
+
+
+def test_layers_of_a_subclassed_model_have_their_attributes_names(recorded):
+    first, second = recorded(_WORDS), recorded(_WORDS, "guide", rate=0.02)
+    assert [*first.manifest.params] == [
+        *("embedding.embeddings", "wrapped.module.weight", "wrapped.module.bias", "head.kernel", "head.bias"),
+        *("dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
+    ]
+    found = compare(first, second)
+    assert found.diagnosis is not None and "a learning rate of 0.02 instead of 0.01" in found.diagnosis.evidence
+
+
+def test_scaled_losses_and_gradients_that_keras_averages_are_those_of_a_step(recorded):
+    whole, scaled, halves = recorded(_WORDS), recorded(_WORDS, scale=1024.0), recorded(_WORDS, batch=4, accumulate=2)
+    assert compare(whole, scaled).verdict is Verdict.EQUAL
+    found = compare(whole, halves)
+    assert found.verdict is Verdict.ROUNDING, found.reason

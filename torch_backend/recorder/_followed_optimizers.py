@@ -1,0 +1,59 @@
+"""Optimizers of libraries, which are none of `torch.optim`, as optimizers of torch that have the same parameters and state."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_FOLLOWER = "_crossframe_follower"
+
+
+class Follower(Optimizer):
+    """An optimizer of torch whose step is that of another one. Classes for a library say how to read its optimizers.
+
+    Args:
+        followed: the optimizer of the library.
+    """
+
+    loss_divisor = 1.0
+    """The divisor of the sum of the losses on which backward is called, and of their gradients: what the optimizer takes out."""
+
+    def __init__(self, followed: Any) -> None:
+        self._followed = followed
+        super().__init__(self._groups(), {})
+
+    def follow(self, step: Callable[[], Any]) -> None:
+        """Let the library's optimizer step under torch's hooks."""
+        self.param_groups = self._groups()  # schedules and callbacks may have changed options
+        self.step(step)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        for param, values in self._states():
+            self.state[param] = {
+                name: value if isinstance(value, Tensor) else torch.tensor(float(value))
+                for name, value in values.items()
+            }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with options under torch's names."""
+        raise NotImplementedError
+
+    def _states(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+        """Each parameter with its state, under torch's names where the values mean the same."""
+        raise NotImplementedError
+
+
+def follower_of(optimizer: Any, name: str, kind: Callable[..., Follower], *arguments: Any) -> Any:
+    """The follower of a library's optimizer, which is made once.
+
+    Args:
+        name: torch's name of the optimizer's class, or another one where torch has none.
+        kind, arguments: the class of the follower, and what it is made with besides the optimizer.
+    """
+    if (found := vars(optimizer).get(_FOLLOWER)) is None:
+        found = type(name, (kind,), {})(optimizer, *arguments)  # type: ignore[call-overload]
+        setattr(optimizer, _FOLLOWER, found)
+    return found
