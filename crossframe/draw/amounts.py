@@ -99,11 +99,10 @@ def bytes_ticks(largest: float, at_most: int = 5) -> list[tuple[float, str]]:
     >>> [label for _, label in bytes_ticks(5 * 2**20)]
     ['0', '1 MiB', '2 MiB', '3 MiB', '4 MiB', '5 MiB']
     """
-    size = 1
-    while size < 1024 ** (len(_BYTES) - 1) and largest >= 1024 * size:
-        size *= 1024
-    unit = _BYTES[round(math.log(size, 1024))]
-    return _ticks(largest, size, unit, at_most)
+    power = 0
+    while power < len(_BYTES) - 1 and largest >= 1024 ** (power + 1):
+        power += 1
+    return _ticks(largest, 1024**power, _BYTES[power], at_most)
 
 
 def seconds_ticks(largest: float, at_most: int = 8) -> list[tuple[float, str]]:

@@ -106,7 +106,8 @@ class Case:
         order = self.right.activations(self.step)
         if self.quantity.use != INPUT or here not in order:
             return ""
-        before = next((at for at in order[: order.index(here)][::-1] if at[0] == here[0] and at[2] == OUTPUT), None)
+        earlier = reversed(order[: order.index(here)])
+        before = next((at for at in earlier if at[0] == here[0] and at[2] == OUTPUT), None)
         if before is None or before in self.wrong.activations(self.step):
             return ""
         computed = self.activation(self.right, self.step, before)

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossframe.recording.event_format import FORWARD, REDUCE, UPDATE
+from crossframe.recording.event_format import FORWARD, REDUCE, UNSHARDED, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.layer_hypotheses import shifted_positions
 from crossframe.verdict.diagnosis.optimizer_hypotheses import change_of_update
+from crossframe.verdict.diagnosis.rank_hypotheses import missing_rank
 from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity
@@ -118,3 +119,12 @@ def test_a_mean_over_all_terms_is_told_from_one_of_the_means_of_ranks(
     if found.diagnosis is not None:
         text = "terms averages over all terms, means averages the means of ranks, which have shares of 0.4, 0.6 of them"
         assert text in found.diagnosis.evidence
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_said"), [pytest.param(0, True, id="another rank"), pytest.param(1, False, id="its owner")]
+)
+def test_zeros_of_a_parameter_on_one_rank_are_missing_where_another_gathers_it(made, rank, is_said):
+    values = np.array([1.0, 2.0, 3.0])
+    case = made(values, np.zeros(3), phase=UNSHARDED, parameter="bias", rank=rank)
+    assert [fit.signature for fit in missing_rank(case)] == ["missing_rank"] * is_said

@@ -67,7 +67,7 @@ RIGHT_VALUES = [
     ("activation", {"sketch": None, "channels_first": None, "operator": "o" * 200}),
     ("tensor", {"sample": [0, OVERFLOW - 1], "before": False}),
     ("disagreement", {"ranks": [0, 5], "difference": math.inf}),
-    ("loss", {"value": -math.inf, "backwards": [[1, 0.5], [3, math.inf]]}),
+    ("loss", {"value": -math.inf, "backwards": [[0, 0.5], [3, math.inf]]}),
     ("step", {"counts": 5.0, "rates": [0.1, math.inf]}),
 ]
 

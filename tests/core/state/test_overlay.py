@@ -179,11 +179,17 @@ def test_R01_apart_in_the_source_and_tied_in_the_target_is_refused_by_name():
 
 def test_what_the_two_sides_do_not_share_is_listed_at_once():
     source = single(ParamSpec("a", (3,)), ParamSpec("b", (3,)), ParamSpec("c", (2,)), ParamSpec("d", (2,)))
-    target = single(ParamSpec("b", (4,)), ParamSpec("c", (2,), "bfloat16"), ParamSpec("d", (2,)), ParamSpec("e", (1,)))
+    target = single(
+        ParamSpec("b", (4,)),
+        ParamSpec("c", (2,), "bfloat16"),
+        ParamSpec("d", (2,)),
+        ParamSpec("e", (1,)),
+        ParamSpec("f", (1,)),
+    )
     with pytest.raises(LayoutError) as raised:
         overlay(source, target)
     said = str(raised.value)
-    assert "missing in the source: 'e';" in said and "missing in the target: 'a';" in said
+    assert "missing in the source: 'e', 'f';" in said and "missing in the target: 'a';" in said
     assert "'b' is float32 (3,) in the source and float32 (4,) in the target" in said
     assert "'c' is float32 (2,) in the source and bfloat16 (2,) in the target" in said
     assert "'d'" not in said and "tied" not in said

@@ -1,5 +1,6 @@
 """Values that the ranks which compute one replica together should share, and do not."""
 
+import numpy as np
 import pytest
 
 from crossframe.recording import Recording
@@ -118,3 +119,9 @@ def test_ranks_may_differ_by_the_rounding_of_cancelled_terms(tmp_path, phase):
     right = recorded(tmp_path / "right", tamper=small)
     found = compare(right, recorded(tmp_path / "wrong", where, difference=1e-7, tamper=small))
     assert found.verdict is Verdict.EQUAL, found.reason
+
+
+def test_gradients_of_zero_have_a_bound_too(tmp_path):
+    zero = synthetic.only(REDUCE, "block.w", np.zeros_like)
+    right, wrong = recorded(tmp_path / "right", tamper=zero), recorded(tmp_path / "wrong", GRADIENT, tamper=zero)
+    assert compare(right, wrong).verdict is Verdict.BUG
