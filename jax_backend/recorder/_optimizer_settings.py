@@ -31,6 +31,8 @@ class Noted:
     def __init__(self) -> None:
         self.optimizers: list[tuple[str, dict[str, Any]]] = []
         self.clips: list[Any] = []
+        self.of_keras: dict[int, dict[str, Any]] = {}
+        """The settings of optimizers of Keras, by their ids."""
         self.exempt: tuple[str, ...] | None = ()
         """Names of the parameters or trees that the last optimizer's decay mask excludes; None: unknown."""
         self.trees: list[dict[str, tuple[int, ...]]] = []
@@ -58,15 +60,17 @@ class Noted:
             }
 
     def settings(self, params: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """For a manifest; empty unless the script has made one optimizer.
+        """For a manifest; empty unless the script has made one optimizer, or one of Keras was traced.
 
         Parameters that a mask exempts from decay are a group with decay 0, as in torch. If they are unknown, no decay is stated.
 
         Args:
             params: names of the parameters in each leaf that the optimizer updates, by its path.
         """
-        if len(self.optimizers) != 1:
+        if len(self.optimizers) + len(self.of_keras) != 1:
             return {}
+        if self.of_keras:
+            return next(iter(self.of_keras.values()))
         name, given = self.optimizers[0]
         is_of_torch = name in _KINDS and not any(given.get(option) for option in _ONLY_IN_OPTAX)
         found: dict[str, Any] = {"optimizer": _KINDS[name] if is_of_torch else name}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,20 @@ from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
-_multi_steps: ContextVar[Any] = ContextVar("multi_steps", default=None)
-"""The `optax.MultiSteps` that runs, the gradients that it gets, and its state."""
+accumulation: ContextVar["Accumulation | None"] = ContextVar("accumulation", default=None)
+"""That of the optimizer that runs; None: it updates parameters each time."""
+
+
+class Accumulation(NamedTuple):
+    """An optimizer that adds the gradients of small steps, such as `optax.MultiSteps`.
+
+    Attributes:
+        num_steps: the number of small steps since the last update, after this one: 0 if it has updated parameters.
+        grads: makes the gradients that its update gets, if this is the last of the small steps.
+    """
+
+    num_steps: Any
+    grads: Callable[[], Any]
 
 
 @contextmanager
@@ -37,7 +49,7 @@ def following_optimizers() -> Iterator[None]:
 
     def tapped(self: optax.GradientTransformation) -> Callable:
         # By `__wrapped__` its parts are still known (`jax_backend.optimizer`).
-        return functools.update_wrapper(functools.partial(_update, own.__get__(self)), own.__get__(self))
+        return functools.update_wrapper(functools.partial(updated, own.__get__(self)), own.__get__(self))
 
     noting = property(lambda self: functools.partial(_init, init.__get__(self)))
     with ExitStack() as stack:
@@ -79,10 +91,10 @@ def value_and_grad_from_state(fun: Any) -> Any:
 
 def apply_updates(params: Any, updates: Any) -> Any:
     """`optax.apply_updates`."""
-    return _applied(_apply_updates, params, updates)
+    return applied(_apply_updates, params, updates)
 
 
-def _applied(own: Callable, params: Any, updates: Any) -> Any:
+def applied(own: Callable, params: Any, updates: Any) -> Any:
     collector = _of_step("apply_updates")
     if collector is None:
         return own(params, updates)
@@ -163,27 +175,25 @@ def _init(own: Callable, params: Any) -> Any:
         return own(params)
 
 
-def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     """The update of a gradient transformation."""
     collector = _of_step("update")
     if collector is None:
         return own(grads, state, params, **extra)
     if isinstance(collector, Root):
         params = collector.session.replaced(params)
-    with setting(inside_update, True), setting(_multi_steps, None):
+    with setting(inside_update, True), setting(accumulation, None):
         updates, after = own(grads, state, params, **extra)
-        accumulates = _multi_steps.get()
+        accumulates = accumulation.get()
     added = _floating(updates)
     if isinstance(collector, Root):
         updates = collector.session.shifted(updates)
     reduced = grads
     values: dict[str, Any] = {}
-    if accumulates is not None and isinstance(state, optax.MultiStepsState):
-        values["mini_step"] = Value(after.mini_step)
-        if (
-            isinstance(collector, Root) or collector.detail
-        ):  # what its optimizer gets, if this is the last of the small steps
-            reduced = _accumulated(*accumulates)
+    if accumulates is not None:
+        values["mini_step"] = Value(accumulates.num_steps)
+        if isinstance(collector, Root) or collector.detail:
+            reduced = accumulates.grads()
             if isinstance(grads, ShardedParams) and not isinstance(reduced, ShardedParams):
                 reduced = to_shards(reduced, grads.tree)
     named = _floating(reduced)
@@ -200,13 +210,6 @@ def _update(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
     return updates, after
 
 
-def _accumulated(optimizer: Any, grads: Any, state: Any) -> Any:
-    """The gradients that the optimizer of a MultiSteps gets, if these are the last."""
-    return jax.tree.map(
-        lambda grad, acc: optimizer._acc_update(grad, acc, n_acc=state.mini_step), grads, state.acc_grads
-    )
-
-
 def _values_of(names: Iterable[str], found: Mapping[str, Any]) -> tuple[Value, ...]:
     """The values of these names in their order; none if any is missing."""
     return tuple(Value(found[name]) for name in names) if all(name in found for name in names) else ()
@@ -216,10 +219,18 @@ def _multi_steps_update(own: Callable) -> Callable:
     @functools.wraps(own)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-            _multi_steps.set((self, grads, state))
-            return own(self, grads, state, params, **extra)
+            updates, after = own(self, grads, state, params, **extra)
 
-        return call(*args, **kwargs) if inside_update.get() else _update(call, *args, **kwargs)
+            def accumulated() -> Any:
+                return jax.tree.map(
+                    lambda g, acc: self._acc_update(g, acc, n_acc=state.mini_step), grads, state.acc_grads
+                )
+
+            if isinstance(state, optax.MultiStepsState):
+                accumulation.set(Accumulation(after.mini_step, accumulated))
+            return updates, after
+
+        return call(*args, **kwargs) if inside_update.get() else updated(call, *args, **kwargs)
 
     return update
 
@@ -229,5 +240,5 @@ def follow_equinox(stack: ExitStack) -> bool:
     if (equinox := sys.modules.get("equinox")) is None or not hasattr(equinox, "apply_updates"):
         return False
     own = equinox.apply_updates
-    stack.enter_context(replacing(equinox, "apply_updates", lambda model, updates: _applied(own, model, updates)))
+    stack.enter_context(replacing(equinox, "apply_updates", lambda model, updates: applied(own, model, updates)))
     return True

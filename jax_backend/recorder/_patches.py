@@ -20,6 +20,7 @@ from jax_backend.recorder._gradients import (
     value_and_grad_of_ranks,
 )
 from jax_backend.recorder._jitted import jit
+from jax_backend.recorder._keras import follow_keras
 from jax_backend.recorder._mapped import pmap
 from jax_backend.recorder._optimizer_updates import follow_equinox, following_optimizers
 from jax_backend.recorder._transformations import (
@@ -44,7 +45,7 @@ class Patches:
 
     def __init__(self, *, forward_only: bool = False) -> None:
         self._stack = ExitStack()
-        self._forward_only = self._knows_equinox = forward_only
+        self._forward_only = self._knows_equinox = self._knows_keras = forward_only
 
     def __enter__(self) -> "Patches":
         replace = lambda *given: self._stack.enter_context(replacing(*given))  # noqa: E731
@@ -76,3 +77,4 @@ class Patches:
     def libraries(self) -> None:
         """Follow the libraries that the script has imported meanwhile."""
         self._knows_equinox = self._knows_equinox or follow_equinox(self._stack)
+        self._knows_keras = self._knows_keras or follow_keras(self._stack)

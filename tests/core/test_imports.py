@@ -45,6 +45,7 @@ EDGES = {
         "jax_backend/optimizer/_sharded_optimizer.py",
         "jax_backend/state/_optimizer_state.py",
         "jax_backend/recorder/_optimizer_settings.py",
+        "jax_backend/recorder/_keras.py",
         "jax_backend/recorder/_optimizer_updates.py",
     },
 }

@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from crossframe.recording.known_settings import EPS_HAT
+from crossframe.keras_models import (
+    OPTIMIZERS,
+    accumulated,
+    decay_of,
+    indices_of,
+    is_keras,
+    num_averaged,
+    options_of,
+    rule_of,
+    state_of,
+)
 from crossframe.replacing import replacing
 from torch_backend.recorder._followed_optimizers import Follower, follower_of
-from torch_backend.recorder._module_tree import is_keras, tensor_of
-
-_MODULE = "keras.src.optimizers.base_optimizer"
-_OF_MOMENTS = {"momentum": "exp_avg", "velocity": "exp_avg_sq", "velocity_hat": "max_exp_avg_sq"}
-_ACCUMULATED = "gradient_accumulator"
-_NOT_READ_BY_UPDATES = (_ACCUMULATED, "average")
-_COUPLED_IN_TORCH = ("Adam", "RMSprop", "SGD")
-"""Optimizers of torch that add the decay to the gradient. Those of Keras decay the parameter."""
+from torch_backend.recorder._module_tree import tensor_of
 
 
 class _Follower(Follower):
@@ -39,41 +42,23 @@ class _Follower(Follower):
         scaler, scale = self._scaler, self._followed.loss_scale_factor or 1.0
         if scaler is not None:
             scale = float(scaler.dynamic_scale if scaler.built else scaler.initial_scale)
-        return scale * _num_averaged(self._followed)
+        return scale * num_averaged(self._followed)
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._followed
-        options: dict[str, Any] = {
-            name: float(value)
-            for name in ("epsilon", "momentum")
-            if isinstance(value := getattr(optimizer, name, None), int | float)
-        }
-        if "epsilon" in options:
-            options[EPS_HAT if _name(optimizer) in ("Adam", "AdamW") else "eps"] = options.pop("epsilon")
-        if hasattr(optimizer, "beta_2"):
-            options["betas"] = float(optimizer.beta_1), float(optimizer.beta_2)
-        options["lr"] = float(
-            str(np.float32(float(optimizer.learning_rate)))
-        )  # 0.01, not the float32 that is nearest to it
+        rate = float(str(np.float32(float(optimizer.learning_rate))))  # 0.01, not the float32 that is nearest to it
         by_decay: dict[float, list[Tensor]] = {}
         for variable in self.trained:
-            decay = optimizer.weight_decay if optimizer._use_weight_decay(variable) else None
-            by_decay.setdefault(decay or 0.0, []).append(tensor_of(variable))
+            by_decay.setdefault(decay_of(optimizer, variable), []).append(tensor_of(variable))
+        options = options_of(optimizer) | {"lr": rate}
         return [{"params": params, **options, "weight_decay": decay} for decay, params in by_decay.items()]
 
     def _states(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-        optimizer = self._followed
-        names: Mapping[str, str] = _OF_MOMENTS if hasattr(optimizer, "beta_2") else {}
-        count = float(optimizer.iterations)
-        entries: dict[str, Tensor] = {each.name: each.value for each in optimizer.variables}
+        optimizer, names = self._followed, indices_of(self._followed)
+        variables, count = optimizer.variables, float(optimizer.iterations)
         for variable in self.trained:
-            prefix = _in_names(variable)
-            state: dict[str, Any] = {"step": count}
-            for name, value in entries.items():
-                own = name.removeprefix(prefix)
-                if name.startswith(prefix) and own not in _NOT_READ_BY_UPDATES:
-                    state[names.get(own, own)] = value
-            yield tensor_of(variable), state
+            entries = state_of(optimizer, variable, names=names)
+            yield tensor_of(variable), {"step": count} | {name: variables[i].value for name, i in entries.items()}
 
 
 class KerasOptimizers:
@@ -88,13 +73,14 @@ class KerasOptimizers:
         being called."""
         if not self._follows and not self._begin():
             return
-        called = [variable for each in modules if is_keras(each) for variable in each.trainable_variables]  # type: ignore[union-attr]
+        layers: list[Any] = [each for each in modules if is_keras(each)]
+        called = [variable for each in layers for variable in each.trainable_variables]
         for optimizer in self._held():
             if trained := getattr(optimizer, "_trainable_variables", None) or called:
                 self._follower(optimizer, trained)
 
     def _begin(self) -> bool:
-        library = sys.modules.get(_MODULE)
+        library = sys.modules.get(OPTIMIZERS)
         if library is None or library.backend.backend() != "torch":
             return False
         kind, self._follows = library.BaseOptimizer, True
@@ -108,7 +94,7 @@ class KerasOptimizers:
             def step() -> None:
                 own_apply(optimizer, grads, trainable_variables)
 
-            if (int(optimizer._iterations) + 1) % _num_averaged(optimizer):
+            if (int(optimizer._iterations) + 1) % num_averaged(optimizer):
                 step()  # which only adds to the gradients
                 return
             trained = list(trainable_variables or optimizer._trainable_variables)
@@ -128,7 +114,7 @@ class KerasOptimizers:
     def _follower(self, optimizer: Any, trained: Sequence[Any]) -> Follower:
         made = (ref() for ref in self._made)
         scaler = next((each for each in made if getattr(each, "inner_optimizer", None) is optimizer), None)
-        found: _Follower = follower_of(optimizer, _name(optimizer), _Follower, trained, scaler)
+        found: _Follower = follower_of(optimizer, rule_of(optimizer), _Follower, trained, scaler)
         found.trained = trained
         return found
 
@@ -137,37 +123,17 @@ class KerasOptimizers:
 def _gradients(optimizer: Any, grads: Sequence[Any], trained: Sequence[Any]) -> Iterator[None]:
     """A context in which parameters have the gradients of this step: without the scale of the loss, and averaged over the
     microbatches of which the optimizer has kept the sum."""
-    params, number = [tensor_of(variable) for variable in trained], _num_averaged(optimizer)
+    params, number, names = [tensor_of(each) for each in trained], num_averaged(optimizer), indices_of(optimizer)
     kept = [param.grad for param in params]
-    sums = {each.name: each.value for each in optimizer.variables if each.name.endswith(_ACCUMULATED)}
     scale = optimizer.loss_scale_factor or 1.0
     for variable, param, grad in zip(trained, params, grads, strict=True):
         if grad is not None and scale != 1.0:
             grad = grad / scale
         if grad is not None and number > 1:
-            grad = (grad + sums[_in_names(variable) + _ACCUMULATED]) / number
+            grad = (grad + optimizer.variables[accumulated(variable, names=names)].value) / number
         param.grad = grad
     try:
         yield
     finally:
         for param, grad in zip(params, kept, strict=True):
             param.grad = grad
-
-
-def _name(optimizer: Any) -> str:
-    """torch's name of an optimizer with the same rule, or the name of its class with a prefix or suffix."""
-    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("keras.src.optimizers"))
-    name = next(kinds, type(optimizer)).__name__
-    if optimizer.weight_decay and name in _COUPLED_IN_TORCH:
-        name += "W"
-    # Its momentum is of updates, which have the learning rate in them, and not of gradients.
-    return f"Keras{name}" if name.startswith("SGD") and optimizer.momentum else name
-
-
-def _num_averaged(optimizer: Any) -> int:
-    return optimizer.gradient_accumulation_steps or 1
-
-
-def _in_names(variable: Any) -> str:
-    """How a variable's path is in the names of its entries in the optimizer's state."""
-    return f"{variable.path.replace('/', '_')}_"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from crossframe.keras_models import is_keras
 from crossframe.param_map import identity_map
 from crossframe.recording import Manifest, create_recording
 from crossframe.recording.known_settings import EPS_HAT, GROUPS, NOT_RECORDED, PER_RANK
@@ -20,7 +21,7 @@ from torch_backend.ranks._consensus import agree, withdraw
 from torch_backend.recorder._float32_precision import allows_tf32_in_convolutions, matmul_precision
 from torch_backend.recorder._model_ranks import full, set_full
 from torch_backend.recorder._model_view import ModelView
-from torch_backend.recorder._module_tree import class_name, innermost, is_compiled, is_keras, named_modules
+from torch_backend.recorder._module_tree import class_name, innermost, is_compiled, named_modules
 
 _PACKAGES = ("torch", "numpy")
 _TITLE = "beginning of a recording"

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from crossframe import keras_models
 from crossframe.errors import UsageError
+from crossframe.keras_models import is_keras
 from crossframe.state import COMPILED, WRAPPERS, canonical_name
 from torch_backend.compat._torch_classes import derives_from_torch
 
 _DDP = "DistributedDataParallel"
 _SHARDED = "FSDPModule"
 _FABRIC = "_FabricModule"
-_MADE_BY_KERAS = ("_torch_params", "_functional")
-"""All variables of a layer and of those inside of it once more, and the graph of a sequential model."""
 LARGEST_IN_FULL = 1 << 20
 """The number of elements up to which a buffer is recorded in full, and one of integers at all."""
 _NUMBERS = frozenset(
@@ -93,21 +93,13 @@ def named_buffers(
 
 
 def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The modules right inside of a module, by attribute.
-
-    Keras registers with torch neither the layers of a functional or sequential model nor those in lists; they have the names that
-    Keras gives them.
-    """
-    if not is_keras(module):
-        return module._modules
-    found: Any = {child: name for name, child in module._modules.items() if name not in _MADE_BY_KERAS}
-    found |= {layer: layer.name for layer in module._layers if layer not in found}  # type: ignore[union-attr]
-    return {name: child for child, name in found.items()}
+    """The modules right inside of a module, by attribute; of Keras, which registers only some of them with torch, by name."""
+    return keras_models.children_of(module) if is_keras(module) else module._modules
 
 
 def params_of(module: nn.Module) -> Mapping[str, Tensor | None]:
     """The parameters of a module without those of modules inside of it, by attribute."""
-    return _variables_of(module, "_trainable_variables") if is_keras(module) else module._parameters
+    return _variables_of(module, trained=True) if is_keras(module) else module._parameters
 
 
 def param_of(module: nn.Module, attribute: str) -> Any:
@@ -117,31 +109,21 @@ def param_of(module: nn.Module, attribute: str) -> Any:
 
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
     """The buffers of a module without those of modules inside of it, by attribute."""
-    return _variables_of(module, "_non_trainable_variables") if is_keras(module) else module._buffers
+    return _variables_of(module, trained=False) if is_keras(module) else module._buffers
 
 
-def _variables_of(layer: nn.Module, attribute: str) -> dict[str, Tensor | None]:
+def _variables_of(layer: nn.Module, *, trained: bool) -> dict[str, Tensor | None]:
     """The variables of a layer of Keras by name, but for the parameters of a module of torch that it wraps."""
     modules = [child for child in children_of(layer).values() if child is not None and not is_keras(child)]
     wrapped = {id(param) for module in modules for param in module.parameters()}
-    found: dict[str, Tensor | None] = {}
-    for variable in getattr(layer, attribute):
-        name = variable.name
-        while name in found:
-            name += "_"
-        if id(tensor_of(variable)) not in wrapped:
-            found[name] = tensor_of(variable)
-    return found
+    variables = keras_models.variables_of(layer, trained=trained)
+    found = {name: tensor_of(variable) for name, variable in variables.items()}
+    return {name: tensor for name, tensor in found.items() if id(tensor) not in wrapped}
 
 
 def tensor_of(variable: Any) -> Any:
     """The tensor of a variable of Keras, whose `value` is cast in layers that compute in another dtype."""
     return variable._value
-
-
-def is_keras(module: nn.Module) -> bool:
-    """Whether this is a layer or model of Keras. Does not import it."""
-    return any(base.__name__ == "Layer" and base.__module__.startswith("keras.") for base in type(module).__mro__)
 
 
 def _has_values(value: Tensor) -> bool:

@@ -110,8 +110,8 @@ def test_loops_of_keras_are_recorded_alike(recorded):
 def test_layers_of_a_subclassed_model_have_their_attributes_names(recorded):
     first, second = recorded(_WORDS), recorded(_WORDS, "guide", rate=0.02)
     assert [*first.manifest.params] == [
-        *("embedding.embeddings", "wrapped.module.weight", "wrapped.module.bias", "head.kernel", "head.bias"),
-        *("dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
+        *("embedding.embeddings", "dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
+        *("wrapped.module.weight", "wrapped.module.bias", "head.kernel", "head.bias"),
     ]
     found = compare(first, second)
     assert found.diagnosis is not None and "a learning rate of 0.02 instead of 0.01" in found.diagnosis.evidence

@@ -1,0 +1,90 @@
+"""One script of Keras on its torch and its JAX backend."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.verdict import Verdict, compare
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+from keras import layers
+
+accumulate, epsilon = int(sys.argv[1]), float(sys.argv[2])
+random = np.random.default_rng(1)
+x, y = random.standard_normal((16, 6, 6, 3)).astype("float32"), random.integers(5, size=16)
+
+class Images(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = layers.Conv2D(4, 3, activation="relu"), layers.LayerNormalization()
+        self.tail = [layers.Flatten(), layers.Dense(8, "tanh"), layers.Dense(5)]
+
+    def call(self, x):
+        x = self.norm(self.conv(x))
+        for each in self.tail:
+            x = each(x)
+        return x
+
+model = Images()
+model(x[:1])
+model.set_weights([random.normal(0, 0.3, each.shape) if each.ndim > 1 else each for each in model.get_weights()])
+optimizer = keras.optimizers.AdamW(
+    0.01, weight_decay=0.1, epsilon=epsilon, gradient_accumulation_steps=accumulate if accumulate > 1 else None
+)
+optimizer.exclude_from_weight_decay(var_names=["bias"])
+model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(x, y, batch_size=8 // accumulate, epochs=2, shuffle=False, verbose=0)
+"""
+PARAMS = [
+    *("conv.kernel", "conv.bias", "norm.gamma", "norm.beta"),
+    *("dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
+]
+
+
+@pytest.fixture
+def record(tmp_path):
+    path = tmp_path / "both.py"
+    path.write_text(SCRIPT)
+
+    def run(framework, accumulate=1, epsilon=1e-7):
+        folder = tmp_path / f"{framework} {accumulate} {epsilon}"
+        command = [sys.executable, "-m", "crossframe", "record", path, "--framework", framework, "--output", folder]
+        environment = {"KERAS_BACKEND": framework, "KERAS_HOME": str(tmp_path / "keras"), "JAX_PLATFORMS": "cpu"}
+        ended = subprocess.run(
+            [*command, "--every", "1", "--", str(accumulate), str(epsilon)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return Recording.open(folder)
+
+    return run
+
+
+def test_both_backends_agree_by_rounding_and_by_name(record):
+    torch, jax = record("torch"), record("jax")
+    found = compare(torch, jax)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    for run in (torch, jax):
+        settings, steps = run.manifest.settings, range(run.num_steps)
+        assert sorted(run.manifest.params) == sorted(PARAMS) and len(steps) == 4
+        assert (settings["optimizer"], settings["weight_decay"], settings["eps_hat"]) == ("AdamW", 0.1, 1e-7)
+        [group] = settings["param_groups"]
+        assert group["weight_decay"] == 0 and sorted(group["params"]) == [
+            name for name in sorted(PARAMS) if "bias" in name
+        ]
+        assert [run.count(step, "conv.kernel") for step in steps] == [1, 2, 3, 4]
+        assert [run.learning_rates(step)[0] for step in steps] == pytest.approx([0.01] * 4)
+        assert {name for _, name, _ in run.activations(0)} >= {"", "conv", "norm", "dense", "dense_1"}
+
+
+def test_gradients_that_keras_averages_in_jax_are_those_of_a_step(record):
+    whole, halves = record("jax", 1, 1e-4), record("jax", 2, 1e-4)
+    found = compare(whole, halves)
+    assert found.verdict is Verdict.ROUNDING and halves.num_steps == 4, found.reason
