@@ -59,10 +59,10 @@ def layers_in(model: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
-def trained_variables(model: Any) -> Iterator[tuple[str, Any]]:
-    """The variables of a model that may be trained, by name."""
+def variables_in(model: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
+    """The variables of a model by name: those that may be trained, or all others but the states of seed generators."""
     for name, layer in layers_in(model).items():
-        for own, variable in variables_of(layer, trained=True).items():
+        for own, variable in variables_of(layer, trained=trained).items():
             yield (f"{name}.{own}" if name else own), variable
 
 

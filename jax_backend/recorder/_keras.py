@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,10 +25,11 @@ from crossframe.keras_models import (
     options_of,
     rule_of,
     state_of,
-    trained_variables,
+    variables_in,
 )
 from crossframe.recording.known_settings import GROUPS
 from crossframe.replacing import replacing, setting
+from jax_backend.recorder._model_state import name_list
 from jax_backend.recorder._module_calls import module_reported
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._optimizer_updates import Accumulation, accumulation, applied, updated
@@ -61,6 +63,10 @@ def follow_keras(stack: ExitStack) -> bool:
 def _stateless_call(own: Callable) -> Callable:
     @functools.wraps(own)
     def call(model: Any, trainable: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_watched():
+            names = {id(variable): name for name, variable in variables_in(model, trained=False)}
+            seeds = (f"seed_{i}" for i in itertools.count())
+            name_list(others, [names.get(id(each)) or next(seeds) for each in model.non_trainable_variables])
         run = functools.partial(own, model, trainable, others)
         return _outermost(model, run, args, kwargs) if _is_watched() and _layers.get() is None else run(*args, **kwargs)
 
@@ -126,7 +132,7 @@ def _names_of(optimizer: Any) -> list[str]:
     found: tuple[Any, dict[int, str]] | None = None
     for each in gc.get_objects():
         if is_keras(each) and wanted <= {id(variable) for variable in each.trainable_variables}:
-            names = {id(variable): name for name, variable in trained_variables(each)}
+            names = {id(variable): name for name, variable in variables_in(each, trained=True)}
             size = len(names), -len(layers_in(each))
             if wanted <= names.keys() and (found is None or size < found[0]):
                 found = size, names

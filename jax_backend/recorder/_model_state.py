@@ -15,6 +15,7 @@ import numpy as np
 from crossframe.dtypes import FLOATING
 from crossframe.errors import UsageError
 from jax_backend.recorder._device_ranks import Grid
+from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.tree import dtype_name, path_name
 
 ByRank = Mapping[str, Mapping[int, np.ndarray]]
@@ -127,13 +128,33 @@ def carried(args: Any, kwargs: Any, result: Any, left_out: AbstractSet[int]) -> 
     return {name: (i, j) for name, (i, j) in found.items() if taken[j] == 1}
 
 
+def name_list(state: Sequence[Any], names: Sequence[str]) -> None:
+    """Give the arrays of a list names, as of the variables that a model of Keras gets and returns besides its parameters."""
+    if (form := _form_of(state)) is not None:
+        noted.state_names[form] = [*names]
+
+
+def _form_of(value: Any) -> tuple[Any, ...] | None:
+    """The shapes and dtypes of a list of arrays; None of anything else."""
+    if not isinstance(value, list) or not value or not all(hasattr(each, "dtype") for each in value):
+        return None
+    return tuple((tuple(each.shape), each.dtype) for each in value)
+
+
 def named_leaves(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The leaves of a pytree in its order, with the parts of their paths."""
     extract = sys.modules.get("flax.nnx.extract")
     kinds: tuple[type, ...] = () if extract is None else (extract.NodeStates,)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]:
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, kinds) or _form_of(node) in noted.state_names
+
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         if isinstance(leaf, kinds):
             yield from _leaves_of_module(leaf)
+        elif isinstance(leaf, list):
+            names = noted.state_names[_form_of(leaf) or ()]
+            yield from zip((tuple(name.split(".")) for name in names), leaf, strict=True)
         else:
             yield _names(path), leaf
 

@@ -33,6 +33,8 @@ class Noted:
         self.clips: list[Any] = []
         self.of_keras: dict[int, dict[str, Any]] = {}
         """The settings of optimizers of Keras, by their ids."""
+        self.state_names: dict[tuple[Any, ...], list[str]] = {}
+        """The names of the arrays in a list of a model's state, by the shapes and dtypes of all of them."""
         self.exempt: tuple[str, ...] | None = ()
         """Names of the parameters or trees that the last optimizer's decay mask excludes; None: unknown."""
         self.trees: list[dict[str, tuple[int, ...]]] = []

@@ -14,18 +14,18 @@ import sys
 import keras, numpy as np
 from keras import layers
 
-accumulate, epsilon = int(sys.argv[1]), float(sys.argv[2])
+accumulate, norm = int(sys.argv[1]), getattr(layers, sys.argv[2])
 random = np.random.default_rng(1)
 x, y = random.standard_normal((16, 6, 6, 3)).astype("float32"), random.integers(5, size=16)
 
 class Images(keras.Model):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = layers.Conv2D(4, 3, activation="relu"), layers.LayerNormalization()
+        self.conv, self.norm = layers.Conv2D(4, 3, activation="relu"), norm()
         self.tail = [layers.Flatten(), layers.Dense(8, "tanh"), layers.Dense(5)]
 
-    def call(self, x):
-        x = self.norm(self.conv(x))
+    def call(self, x, training=False):
+        x = self.norm(self.conv(x), **({'training': training} if norm is layers.BatchNormalization else {}))
         for each in self.tail:
             x = each(x)
         return x
@@ -34,7 +34,7 @@ model = Images()
 model(x[:1])
 model.set_weights([random.normal(0, 0.3, each.shape) if each.ndim > 1 else each for each in model.get_weights()])
 optimizer = keras.optimizers.AdamW(
-    0.01, weight_decay=0.1, epsilon=epsilon, gradient_accumulation_steps=accumulate if accumulate > 1 else None
+    0.01, weight_decay=0.1, gradient_accumulation_steps=accumulate if accumulate > 1 else None
 )
 optimizer.exclude_from_weight_decay(var_names=["bias"])
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -51,12 +51,12 @@ def record(tmp_path):
     path = tmp_path / "both.py"
     path.write_text(SCRIPT)
 
-    def run(framework, accumulate=1, epsilon=1e-7):
-        folder = tmp_path / f"{framework} {accumulate} {epsilon}"
+    def run(framework, norm, accumulate=1):
+        folder = tmp_path / f"{framework} {accumulate}"
         command = [sys.executable, "-m", "crossframe", "record", path, "--framework", framework, "--output", folder]
         environment = {"KERAS_BACKEND": framework, "KERAS_HOME": str(tmp_path / "keras"), "JAX_PLATFORMS": "cpu"}
         ended = subprocess.run(
-            [*command, "--every", "1", "--", str(accumulate), str(epsilon)],
+            [*command, "--every", "1", "--", str(accumulate), norm],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -68,7 +68,7 @@ def record(tmp_path):
 
 
 def test_both_backends_agree_by_rounding_and_by_name(record):
-    torch, jax = record("torch"), record("jax")
+    torch, jax = record("torch", "BatchNormalization"), record("jax", "BatchNormalization")
     found = compare(torch, jax)
     assert found.verdict is Verdict.ROUNDING, found.reason
     for run in (torch, jax):
@@ -81,10 +81,11 @@ def test_both_backends_agree_by_rounding_and_by_name(record):
         ]
         assert [run.count(step, "conv.kernel") for step in steps] == [1, 2, 3, 4]
         assert [run.learning_rates(step)[0] for step in steps] == pytest.approx([0.01] * 4)
+        assert sorted(run.buffers(2)) == ["norm.moving_mean", "norm.moving_variance"]
         assert {name for _, name, _ in run.activations(0)} >= {"", "conv", "norm", "dense", "dense_1"}
 
 
 def test_gradients_that_keras_averages_in_jax_are_those_of_a_step(record):
-    whole, halves = record("jax", 1, 1e-4), record("jax", 2, 1e-4)
+    whole, halves = record("jax", "LayerNormalization"), record("jax", "LayerNormalization", 2)
     found = compare(whole, halves)
     assert found.verdict is Verdict.ROUNDING and halves.num_steps == 4, found.reason
