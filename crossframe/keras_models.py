@@ -67,9 +67,15 @@ def variables_in(model: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
 
 
 def rule_of(optimizer: Any) -> str:
-    """torch's name of an optimizer with the same rule, or the name of its class with a prefix or suffix."""
+    """torch's name of an optimizer with the same rule, or the name of its class with a prefix or suffix.
+
+    A class of the script has its own name, since its rule may be another one.
+    """
+    if not type(optimizer).__module__.startswith("keras."):
+        return type(optimizer).__name__
+    # Before it there may be a class of the backend, of any name.
     kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("keras.src.optimizers"))
-    name = next(kinds, type(optimizer)).__name__
+    name = next(kinds).__name__
     if optimizer.weight_decay and name in _COUPLED_IN_TORCH:
         name += "W"
     # Its momentum is of updates, which have the learning rate in them, and not of gradients.

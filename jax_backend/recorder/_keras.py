@@ -19,7 +19,6 @@ from crossframe.keras_models import (
     accumulated,
     decay_of,
     indices_of,
-    is_keras,
     layers_in,
     num_averaged,
     options_of,
@@ -50,7 +49,7 @@ def follow_keras(stack: ExitStack) -> bool:
     library = sys.modules.get(OPTIMIZERS)
     if library is None or library.backend.backend() != "jax":
         return False
-    kind, layer = library.BaseOptimizer, sys.modules["keras.src.layers.layer"].Layer
+    kind, layer = library.BaseOptimizer, _layer()
     stack.enter_context(replacing(kind, "stateless_apply", _stateless_apply(kind.stateless_apply)))
     stack.enter_context(replacing(layer, "stateless_call", _stateless_call(layer.stateless_call)))
     stack.enter_context(replacing(layer, "__call__", _call(layer.__call__)))
@@ -58,6 +57,10 @@ def follow_keras(stack: ExitStack) -> bool:
 
 
 # Layers
+
+
+def _layer() -> Any:
+    return sys.modules["keras.src.layers.layer"].Layer
 
 
 def _stateless_call(own: Callable) -> Callable:
@@ -105,7 +108,11 @@ def _stateless_apply(own: Callable) -> Callable:
     def apply(optimizer: Any, state: Any, grads: Any, params: Any) -> Any:
         if hasattr(optimizer, "inner_optimizer") or not optimizer.built:
             return own(optimizer, state, grads, params)
-        names, results = _names_of(optimizer), []
+        if id(optimizer) not in noted.keras_names:
+            noted.keras_names[id(optimizer)] = _names_of(optimizer)
+        names, results = noted.keras_names[id(optimizer)], []
+        if not len(grads) == len(params) == len(names):  # which Keras refuses
+            return own(optimizer, state, grads, params)
         given, named = (OrderedDict(zip(names, each, strict=True)) for each in (grads, params))
 
         def update(grads: Any, _: Any, params: Any) -> Any:
@@ -130,8 +137,9 @@ def _names_of(optimizer: Any) -> list[str]:
     enclose it if these have no others."""
     wanted = {id(variable) for variable in optimizer._trainable_variables}
     found: tuple[Any, dict[int, str]] | None = None
+    layer = _layer()
     for each in gc.get_objects():
-        if is_keras(each) and wanted <= {id(variable) for variable in each.trainable_variables}:
+        if issubclass(type(each), layer) and wanted <= {id(variable) for variable in each.trainable_variables}:
             names = {id(variable): name for name, variable in variables_in(each, trained=True)}
             size = len(names), -len(layers_in(each))
             if wanted <= names.keys() and (found is None or size < found[0]):

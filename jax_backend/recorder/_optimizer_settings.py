@@ -32,7 +32,8 @@ class Noted:
         self.optimizers: list[tuple[str, dict[str, Any]]] = []
         self.clips: list[Any] = []
         self.of_keras: dict[int, dict[str, Any]] = {}
-        """The settings of optimizers of Keras, by their ids."""
+        self.keras_names: dict[int, list[str]] = {}
+        """The settings of optimizers of Keras, and the names of what they update, by their ids."""
         self.state_names: dict[tuple[Any, ...], list[str]] = {}
         """The names of the arrays in a list of a model's state, by the shapes and dtypes of all of them."""
         self.exempt: tuple[str, ...] | None = ()

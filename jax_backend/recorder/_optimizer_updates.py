@@ -95,6 +95,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def applied(own: Callable, params: Any, updates: Any) -> Any:
+    """The parameters after a function has added updates to them."""
     collector = _of_step("apply_updates")
     if collector is None:
         return own(params, updates)
@@ -176,7 +177,7 @@ def _init(own: Callable, params: Any) -> Any:
 
 
 def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    """The update of a gradient transformation."""
+    """The updates and the state after the update of a gradient transformation, or of what is called as one."""
     collector = _of_step("update")
     if collector is None:
         return own(grads, state, params, **extra)

@@ -30,20 +30,23 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return _map_tensors(lambda t: t.to(device, non_blocking=True), inputs)
 
 
-def tensors_in(value: Any, *, arrays: bool = False) -> Iterator[Tensor]:
-    """All tensors in nested inputs or outputs: dicts, sequences, sets, dataclasses, and classes that torch's pytree knows.
-
-    Args:
-        arrays: copies of numpy's arrays of numbers too, which some models are given instead of tensors.
-    """
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested inputs or outputs: dicts, sequences, sets, dataclasses, and classes that torch's pytree knows."""
     if isinstance(value, Tensor):
         yield value
-    elif arrays and isinstance(value, np.ndarray):
+    else:
+        for item in _items(value):
+            yield from tensors_in(item)
+
+
+def arrays_in(value: Any) -> Iterator[Tensor]:
+    """Copies of all arrays of numbers that nested inputs have from numpy, but for scalars, as tensors."""
+    if isinstance(value, np.ndarray):
         if value.ndim and value.dtype.kind in "biuf":
             yield torch.from_numpy(np.array(value))
     else:
         for item in _items(value):
-            yield from tensors_in(item, arrays=arrays)
+            yield from arrays_in(item)
 
 
 def _items(value: Any) -> Iterable[Any]:

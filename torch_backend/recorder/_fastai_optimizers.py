@@ -23,6 +23,8 @@ _RULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 class _Follower(Follower):
+    """An optimizer of fastai."""
+
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._followed
         return [

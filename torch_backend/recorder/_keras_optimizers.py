@@ -27,7 +27,8 @@ from torch_backend.recorder._module_tree import tensor_of
 
 
 class _Follower(Follower):
-    """
+    """An optimizer of Keras.
+
     Args:
         trained: the variables that the optimizer updates.
         scaler: the LossScaleOptimizer around the optimizer; None: there is none.

@@ -21,7 +21,7 @@ from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.replacing import replacing
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
-from torch_backend.modules._nested_tensors import tensors_in
+from torch_backend.modules._nested_tensors import arrays_in, tensors_in
 from torch_backend.observe import Observer, observers
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import children_of, is_compiled, lacks_forward, named_modules, param_of
@@ -367,7 +367,7 @@ class Watch:
             return
         if self._view is None:
             with quietly():
-                given = [tensor.detach() for tensor in tensors_in((args, kwargs), arrays=True) if _is_plain(tensor)]
+                given = [tensor.detach() for tensor in _inputs_in((args, kwargs))]
             self._sink.begins(given)
             self._trains_in = model.training
         self._sink.forward_begins()
@@ -381,7 +381,7 @@ class Watch:
         self._inside, self._awaits_backward = True, not is_other
         self.microbatches += 1
         with quietly():
-            inputs = [tensor for tensor in tensors_in((args, kwargs), arrays=True) if _is_plain(tensor)]
+            inputs = _inputs_in((args, kwargs))
             self._came = {_storage_of(each) for each in inputs}
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
@@ -507,6 +507,12 @@ def _depends_on(value: Tensor, leaves: set[int]) -> bool:
             return True
         nodes += [each for each, _ in node.next_functions]
     return False
+
+
+def _inputs_in(value: Any) -> list[Tensor]:
+    """The tensors that a model is given, or else the arrays of numpy, which a model of Keras converts itself."""
+    tensors = [tensor for tensor in tensors_in(value) if _is_plain(tensor)]
+    return tensors or list(arrays_in(value))
 
 
 def _cloned(value: Any) -> Any:
