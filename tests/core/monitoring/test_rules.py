@@ -80,7 +80,7 @@ def gradients(change, *, epsilon=None, steps=MIN_PAST_STEPS + 4):
     for step in range(steps):
         norm = change(step)
         found = rule.add({"a": (1.0 + 0.1 * (step % 3), 100)} | ({} if norm is None else {"b": (norm, 100)}))
-        assert set(found) <= {"b"}
+        assert set(found) <= {"b"} and all(found.values())
         said.append(found.get("b", ""))
     return said
 
