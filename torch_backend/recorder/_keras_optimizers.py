@@ -70,14 +70,20 @@ class KerasOptimizers:
         self._made: list[weakref.ref[Any]] = []
 
     def find(self, modules: Sequence[nn.Module]) -> None:
-        """Find the optimizers that the script has made. One that has no variables yet trains those of these modules, which are
-        being called."""
+        """Find the optimizers that the script has made.
+
+        Keras gives an optimizer its variables at its first step. The only one that has none yet trains those of these modules,
+        which are being called; of several, it is not known which does.
+        """
         if not self._follows and not self._begin():
             return
         layers: list[Any] = [each for each in modules if is_keras(each)]
-        called = [variable for each in layers for variable in each.trainable_variables]
-        for optimizer in self._held():
-            if trained := getattr(optimizer, "_trainable_variables", None) or called:
+        known = {optimizer: getattr(optimizer, "_trainable_variables", []) for optimizer in self._held()}
+        if sum(not trained for trained in known.values()) == 1:
+            called = [variable for each in layers for variable in each.trainable_variables]
+            known = {optimizer: trained or called for optimizer, trained in known.items()}
+        for optimizer, trained in known.items():
+            if trained:
                 self._follower(optimizer, trained)
 
     def _begin(self) -> bool:

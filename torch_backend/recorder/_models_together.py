@@ -7,7 +7,7 @@ image, a scene.
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import compress
+from itertools import chain, compress
 from traceback import walk_stack
 from typing import Any
 
@@ -97,8 +97,8 @@ def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that are inside no other one."""
-    inside = {id(one) for each in modules for one in inner_modules(each) if one is not each}
+    """The modules that are inside no other one, and that Keras has not made for one, which torch alone knows to be inside."""
+    inside = {id(one) for each in modules for one in chain(each.modules(), inner_modules(each)) if one is not each}
     return [each for each in modules if id(each) not in inside]
 
 

@@ -53,7 +53,25 @@ optimizer = keras.optimizers.Adam({rate}, gradient_accumulation_steps=accumulate
 model.compile(optimizer, loss_of)
 """
 )
+_TURNS = (
+    _DATA
+    + """
+critic = keras.Sequential([layers.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+maker = keras.Sequential([layers.Input((2,)), layers.Dense(4)])
+optimizers = {{critic: keras.optimizers.Adam(0.01), maker: keras.optimizers.Adam({rate})}}
+def update(model, loss):
+    critic.zero_grad(), maker.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        optimizers[model].apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
+for _ in range(3):
+    real, noise = (torch.from_numpy(random.standard_normal((8, size), dtype="float32")) for size in (4, 2))
+    update(critic, critic(maker(noise)).mean() - critic(real).mean())
+    update(maker, -critic(maker(noise)).mean())
+"""
+)
 _LOOPS = {
+    "own": "",
     "fit": "model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))",
     "batches": """
 for _ in range(2):
@@ -92,7 +110,7 @@ def recorded(tmp_path, monkeypatch):
 
 
 def test_loops_of_keras_are_recorded_alike(recorded):
-    fit, *others = (recorded(_IMAGES, loop) for loop in _LOOPS)
+    fit, *others = (recorded(_IMAGES, loop) for loop in ("fit", "batches", "guide"))
     assert [*fit.manifest.params] == [
         *("conv.kernel", "conv.bias", "norm.gamma", "norm.beta"),
         *("head.dense.kernel", "head.dense.bias", "head.dense_1.kernel", "head.dense_1.bias"),
@@ -122,3 +140,14 @@ def test_scaled_losses_and_gradients_that_keras_averages_are_those_of_a_step(rec
     assert compare(whole, scaled).verdict is Verdict.EQUAL
     found = compare(whole, halves)
     assert found.verdict is Verdict.ROUNDING, found.reason
+
+
+def test_models_that_take_turns_are_recorded_from_the_second_step_on(recorded):
+    first, second = recorded(_TURNS, "own"), recorded(_TURNS, "own", rate=0.02)
+    assert [*first.manifest.params] == [
+        *("critic.dense.kernel", "critic.dense.bias", "critic.dense_1.kernel", "critic.dense_1.bias"),
+        *("maker.dense_2.kernel", "maker.dense_2.bias"),
+    ]
+    found = compare(first, second)
+    assert first.num_steps == 2 and found.first_divergence is not None
+    assert (found.first_divergence.phase, found.first_divergence.parameter) == ("update", "maker.dense_2.kernel")
