@@ -14,7 +14,7 @@ OPTIMIZERS = "keras.src.optimizers.base_optimizer"
 ACCUMULATED = "gradient_accumulator"
 """The entry of an optimizer's state that is the sum of the gradients of a step's microbatches so far."""
 _MADE_BY_KERAS = ("_torch_params", "_functional")
-"""All variables of a layer and of those inside of it once more, and the graph of a sequential model."""
+"""A second registration of the variables of a layer and its inner layers, and the graph of a sequential model."""
 _OF_MOMENTS = {"momentum": "exp_avg", "velocity": "exp_avg_sq", "velocity_hat": "max_exp_avg_sq"}
 _NOT_READ_BY_UPDATES = (ACCUMULATED, "average")
 _COUPLED_IN_TORCH = ("Adam", "RMSprop", "SGD")

@@ -32,8 +32,9 @@ class Noted:
         self.optimizers: list[tuple[str, dict[str, Any]]] = []
         self.clips: list[Any] = []
         self.of_keras: dict[int, dict[str, Any]] = {}
+        """The settings of Keras optimizers, by the ids of the optimizers."""
         self.keras_names: dict[int, list[str]] = {}
-        """The settings of optimizers of Keras, and the names of what they update, by their ids."""
+        """The names of the parameters that each of them updates, by the same ids."""
         self.state_names: dict[tuple[Any, ...], list[str]] = {}
         """The names of the arrays in a list of a model's state, by the shapes and dtypes of all of them."""
         self.exempt: tuple[str, ...] | None = ()

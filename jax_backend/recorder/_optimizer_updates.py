@@ -26,7 +26,7 @@ from jax_backend.tree import is_floating, path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
 accumulation: ContextVar["Accumulation | None"] = ContextVar("accumulation", default=None)
-"""That of the optimizer that runs; None: it updates parameters each time."""
+"""The accumulation of the optimizer that runs; None if every gradient updates the parameters."""
 
 
 class Accumulation(NamedTuple):
@@ -95,7 +95,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def applied(own: Callable, params: Any, updates: Any) -> Any:
-    """The parameters after a function has added updates to them."""
+    """Call a function that adds updates to parameters, and add its tap; returns the new parameters."""
     collector = _of_step("apply_updates")
     if collector is None:
         return own(params, updates)
@@ -177,7 +177,7 @@ def _init(own: Callable, params: Any) -> Any:
 
 
 def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    """The updates and the state after the update of a gradient transformation, or of what is called as one."""
+    """Call the update function of an optimizer, and add its tap; returns the updates and the new state."""
     collector = _of_step("update")
     if collector is None:
         return own(grads, state, params, **extra)

@@ -18,7 +18,7 @@ class Follower(Optimizer):
     """
 
     loss_divisor = 1.0
-    """The divisor of the sum of the losses on which backward is called, and of their gradients: what the optimizer takes out."""
+    """The optimizer divides gradients by it, and the recorder the sum of the losses of a step's backward passes."""
 
     def __init__(self, followed: Any) -> None:
         self._followed = followed

@@ -97,7 +97,7 @@ def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that are inside no other one, and that Keras has not made for one, which torch alone knows to be inside."""
+    """The modules that are inside no other one. Keras keeps a layer's variables in a module that only `modules()` has."""
     inside = {id(one) for each in modules for one in chain(each.modules(), inner_modules(each)) if one is not each}
     return [each for each in modules if id(each) not in inside]
 

@@ -85,7 +85,7 @@ def test_both_backends_agree_by_rounding_and_by_name(record):
         assert {name for _, name, _ in run.activations(0)} >= {"", "conv", "norm", "dense", "dense_1"}
 
 
-def test_gradients_that_keras_averages_in_jax_are_those_of_a_step(record):
+def test_averaged_gradients_in_jax_are_those_of_a_step(record):
     whole, halves = record("jax", "LayerNormalization"), record("jax", "LayerNormalization", 2)
     found = compare(whole, halves)
     assert found.verdict is Verdict.ROUNDING and halves.num_steps == 4, found.reason

@@ -124,7 +124,7 @@ def test_a_mean_over_all_terms_is_told_from_one_of_the_means_of_ranks(
 @pytest.mark.parametrize(
     ("rank", "is_said"), [pytest.param(0, True, id="another rank"), pytest.param(1, False, id="its owner")]
 )
-def test_zeros_of_a_parameter_on_one_rank_are_missing_where_another_gathers_it(made, rank, is_said):
+def test_zeros_that_another_rank_gathered_are_missing(made, rank, is_said):
     values = np.array([1.0, 2.0, 3.0])
     case = made(values, np.zeros(3), phase=UNSHARDED, parameter="bias", rank=rank)
     assert [fit.signature for fit in missing_rank(case)] == ["missing_rank"] * is_said

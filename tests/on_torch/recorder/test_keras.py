@@ -125,7 +125,7 @@ def test_loops_of_keras_are_recorded_alike(recorded):
         assert found.verdict is Verdict.EQUAL, found.reason
 
 
-def test_layers_of_a_subclassed_model_have_their_attributes_names(recorded):
+def test_layers_are_named_after_attributes(recorded):
     first, second = recorded(_WORDS), recorded(_WORDS, "guide", rate=0.02)
     assert [*first.manifest.params] == [
         *("embedding.embeddings", "dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
@@ -135,14 +135,14 @@ def test_layers_of_a_subclassed_model_have_their_attributes_names(recorded):
     assert found.diagnosis is not None and "a learning rate of 0.02 instead of 0.01" in found.diagnosis.evidence
 
 
-def test_scaled_losses_and_gradients_that_keras_averages_are_those_of_a_step(recorded):
+def test_a_step_has_unscaled_averaged_gradients(recorded):
     whole, scaled, halves = recorded(_WORDS), recorded(_WORDS, scale=1024.0), recorded(_WORDS, batch=4, accumulate=2)
     assert compare(whole, scaled).verdict is Verdict.EQUAL
     found = compare(whole, halves)
     assert found.verdict is Verdict.ROUNDING, found.reason
 
 
-def test_models_that_take_turns_are_recorded_from_the_second_step_on(recorded):
+def test_models_taking_turns_begin_at_the_second_step(recorded):
     first, second = recorded(_TURNS, "own"), recorded(_TURNS, "own", rate=0.02)
     assert [*first.manifest.params] == [
         *("critic.dense.kernel", "critic.dense.bias", "critic.dense_1.kernel", "critic.dense_1.bias"),
