@@ -7,6 +7,8 @@ models, and those in lists.
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from crossframe.recording.known_settings import EPS_HAT
 
 OPTIMIZERS = "keras.src.optimizers.base_optimizer"
@@ -94,6 +96,11 @@ def options_of(optimizer: Any) -> dict[str, Any]:
     if hasattr(optimizer, "beta_2"):
         found["betas"] = [float(optimizer.beta_1), float(optimizer.beta_2)]
     return found
+
+
+def rate_of(value: Any) -> float:
+    """A learning rate as the script wrote it, 0.01, of the float32 nearest to it."""
+    return float(str(np.float32(value)))
 
 
 def decay_of(optimizer: Any, variable: Any) -> float:

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from crossframe.keras_models import (
@@ -22,6 +21,7 @@ from crossframe.keras_models import (
     layers_in,
     num_averaged,
     options_of,
+    rate_of,
     rule_of,
     state_of,
     variables_in,
@@ -180,7 +180,7 @@ def _settings(optimizer: Any, names: Sequence[str]) -> dict[str, Any]:
         if exempt := [name for name, decay in decays.items() if not decay]:
             found[GROUPS] = [{"params": exempt, "weight_decay": 0.0}]
     rate = getattr(optimizer._learning_rate, "_value", None)
-    return found if rate is None else found | {"lr": float(str(np.float32(rate)))}
+    return found if rate is None else found | {"lr": rate_of(rate)}
 
 
 def _averaged(optimizer: Any, state: Any, grads: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from crossframe.keras_models import (
@@ -18,6 +17,7 @@ from crossframe.keras_models import (
     is_keras,
     num_averaged,
     options_of,
+    rate_of,
     rule_of,
     state_of,
 )
@@ -47,7 +47,7 @@ class _Follower(Follower):
 
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._followed
-        rate = float(str(np.float32(float(optimizer.learning_rate))))  # 0.01, not the float32 that is nearest to it
+        rate = rate_of(float(optimizer.learning_rate))
         by_decay: dict[float, list[Tensor]] = {}
         for variable in self.trained:
             by_decay.setdefault(decay_of(optimizer, variable), []).append(tensor_of(variable))

@@ -41,7 +41,8 @@ class OpenStep:
         norm: the gradient norm before clipping.
         has_grads: whether gradients are kept.
         outdated: ids of parameters through which a backward went after that.
-        loss_scale: the divisor of local gradients, such as that of a GradScaler.
+        loss_scale: of a GradScaler.
+        divisors: what optimizers divide gradients by besides, by the id of the parameter.
         updated: how many forwards were before the last step of each parameter's optimizer, by the id of the parameter.
     """
 
@@ -52,7 +53,9 @@ class OpenStep:
     has_grads: bool = False
     outdated: set[int] = field(default_factory=set)
     loss_scale: float = 1.0
+    divisors: dict[int, float] = field(default_factory=dict)
     updated: dict[int, int] = field(default_factory=dict)
+    _num_divided: int = 0
     _before_backward: list[int] = field(default_factory=list)
     _stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     _rates: dict[int, list[Tensor | float]] = field(default_factory=dict)
@@ -71,14 +74,13 @@ class OpenStep:
         if self.has_grads:
             self.outdated.update(params)
 
-    def divide(self, divisor: float) -> None:
-        """An optimizer takes this factor out of the losses on which backward was called."""
-        if divisor != 1.0:
-            self.losses = [loss / divisor for loss in self.losses]
-            self.loss_scale *= divisor
-
     def steps(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
-        """An optimizer of the model is about to step after this number of forwards."""
+        """An optimizer of the model is about to step after this number of forwards. One that divides gradients also divides the
+        losses since the last optimizer stepped."""
+        if (divisor := getattr(optimizer, "loss_divisor", 1.0)) != 1.0:
+            self.losses[self._num_divided :] = [loss / divisor for loss in self.losses[self._num_divided :]]
+            self.divisors.update((id(param), divisor) for param in params_of(optimizer))
+        self._num_divided = len(self.losses)
         self._stepped.append(optimizer)
         self.updated.update((id(param), forwards) for param in params_of(optimizer))
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]

@@ -332,7 +332,9 @@ class Recorder(Listener):
                 norm = step.norm if grad_norm is None else grad_norm
                 optimizers = step.current(self._optimizers)
                 for part, keeper in zip(self._parts, self._keepers, strict=True):
-                    keeper.after_step(self.current_step, optimizers, norm, part.watch, step.loss_scale)
+                    keeper.local_grads(self.current_step, part.watch, step.loss_scale, step.divisors)
+                    keeper.writer.collectives(self.current_step, part.watch.events())
+                    keeper.after_step(self.current_step, optimizers, norm)
             self._pending.add(values)
             self._is_unwritten = records and self._reads_buffers_late
             judges = self._monitor is not None and self._monitor.is_due(self.current_step, recorded=records)
@@ -459,7 +461,6 @@ class Recorder(Listener):
                 for part in self._parts:
                     part.watch.updates(params_of(optimizer))
                 self._open.steps(optimizer, self._parts[0].watch.microbatches)
-                self._open.divide(getattr(optimizer, "loss_divisor", 1.0))
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
                 self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
 

@@ -141,26 +141,26 @@ class Keeper:
         shape = tuple(value.shape)
         self.writer.activation(step, microbatch, module, use, self._whole(value), shape, operator=operator)
 
-    def after_step(
-        self,
-        step: int,
-        optimizers: Sequence[torch.optim.Optimizer],
-        norm: Tensor | float | None,
-        watch: Watch,
-        loss_scale: float,
-    ) -> None:
-        """Record parameters, optimizer state and local gradients at the end of a step.
+    def local_grads(self, step: int, watch: Watch, loss_scale: float, divisors: Mapping[int, float]) -> None:
+        """Record the local gradients of a dense step.
 
         Args:
-            loss_scale: the divisor of local gradients.
+            loss_scale: the divisor of all of them.
+            divisors: what those of some parameters are divided by besides, by the id of the parameter.
         """
+        if not self.writer.is_dense(step) or self._view.pipeline is not None or self._view.context is not None:
+            return
+        scales = {each.name: loss_scale * divisors.get(id(each.param), 1.0) for each in self._view.held}
+        for unit, grads in self._of_replica(watch.local_grads()).items():
+            found = {}
+            for name, grad in grads.items():
+                scale = scales.get(name, loss_scale)
+                found[name] = self._whole(grad if scale == 1.0 else grad / scale)
+            self.writer.local_grads(step, unit, found)
+
+    def after_step(self, step: int, optimizers: Sequence[torch.optim.Optimizer], norm: Tensor | float | None) -> None:
+        """Record the gradient norm, parameters and optimizer state at the end of a step."""
         writer = self.writer
-        if writer.is_dense(step) and self._view.pipeline is None and self._view.context is None:
-            for unit, grads in self._of_replica(watch.local_grads()).items():
-                if loss_scale != 1.0:
-                    grads = {name: grad / loss_scale for name, grad in grads.items()}
-                writer.local_grads(step, unit, {name: self._whole(grad) for name, grad in grads.items()})
-        writer.collectives(step, watch.events())
         if norm is not None:
             writer.grad_norm(step, float(full(norm) if isinstance(norm, Tensor) else norm))
         counts: dict[str, float] = {}

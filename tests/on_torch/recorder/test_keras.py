@@ -58,10 +58,13 @@ _TURNS = (
     + """
 critic = keras.Sequential([layers.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
 maker = keras.Sequential([layers.Input((2,)), layers.Dense(4)])
-optimizers = {{critic: keras.optimizers.Adam(0.01), maker: keras.optimizers.Adam({rate})}}
+optimizers = {{
+    critic: keras.optimizers.Adam(0.01, loss_scale_factor=scale),
+    maker: keras.optimizers.Adam({rate}, loss_scale_factor=scale and scale / 2),
+}}
 def update(model, loss):
     critic.zero_grad(), maker.zero_grad()
-    loss.backward()
+    optimizers[model].scale_loss(loss).backward()
     with torch.no_grad():
         optimizers[model].apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
 for _ in range(3):
@@ -151,3 +154,9 @@ def test_models_taking_turns_begin_at_the_second_step(recorded):
     found = compare(first, second)
     assert first.num_steps == 2 and found.first_divergence is not None
     assert (found.first_divergence.phase, found.first_divergence.parameter) == ("update", "maker.dense_2.kernel")
+
+
+def test_each_loss_is_divided_by_its_own_scale(recorded):
+    plain, scaled = recorded(_TURNS, "own"), recorded(_TURNS, "own", scale=1024.0)
+    found = compare(plain, scaled)
+    assert found.verdict is Verdict.EQUAL, found.reason
