@@ -2,7 +2,7 @@
 
 Left alone are what no test should see: docstrings, annotations, type variables, decorators, imports, `assert` (what cannot
 happen), the text of messages, `zip(..., strict=True)` (which asserts too), and what is the same program: two equal arguments
-swapped, another negative number for the -1 of `reshape`.
+swapped, another negative number for the -1 of `reshape`, imports for types alone, None for another value that counts as false.
 """
 
 import ast
@@ -115,7 +115,7 @@ class _Walk:
             case ast.ClassDef():
                 if not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
                     yield from self.body(node.body, function)
-            case ast.Import() | ast.ImportFrom() | ast.Assert() | ast.Pass():
+            case ast.Import() | ast.ImportFrom() | ast.Assert() | ast.Pass() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 return
             case ast.Raise():
                 yield node, "pass", function, "removed raise"
@@ -135,8 +135,10 @@ class _Walk:
     def whole(self, node: ast.stmt, function: int) -> Iterator[Edit]:
         """What is done to a statement as such."""
         match node:
+            case ast.Return(value=ast.Constant(value="")):
+                yield node, "return '!'", function, "constant"
             case ast.Return(value=value) if value is not None:
-                if not (isinstance(value, ast.Constant) and value.value is None):
+                if not (isinstance(value, ast.Constant) and not value.value):
                     yield node, "return None", function, "return None"
             case ast.Expr() | ast.AugAssign() | ast.Delete():
                 yield node, "pass", function, "deleted statement"

@@ -37,6 +37,8 @@ def edits(source: str) -> set[str]:
         ("x = a[b:c]", {"x = a[:c]", "x = a[b:]"}),
         ("x = [a for a in b if c]", {"x = [a for a in b if (not c)]"}),
         ("def f():\n    return a", {"def f():\n    return None"}),
+        ("def f():\n    return False", {"def f():\n    return True"}),
+        ("def f():\n    return ''", {"def f():\n    return '!'"}),
         ("if a:\n    raise b", {"if not a:\n    raise b", "if a:\n    pass"}),
         ("for a in b:\n    continue", {"for a in b:\n    break", "for a in b:\n    pass"}),
         ("a.b = c", {"pass"}),
@@ -55,6 +57,7 @@ def test_each_kind_of_fault(source, expected):
     [
         "'''A docstring of 3.'''",
         "import a",
+        "if TYPE_CHECKING:\n    import a",
         "assert a < 3",
         "x: tuple[3] = a",
         "@f(frozen=3)\ndef g(a: 3) -> 4: ...",
