@@ -63,25 +63,34 @@ class _Follower(Follower):
 
 
 class KerasOptimizers:
-    """Follows the optimizers of Keras until a stack ends, from when the script has imported it."""
+    """Follows the optimizers of Keras until a stack ends, from when the script has imported it.
+
+    Attributes:
+        are_known: whether those with variables are the ones that train. `fit` gives variables to the optimizer of `compile`, too,
+            which a model with further optimizers never uses.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack, self._follows = stack, False
+        self._stack, self._follows, self.are_known = stack, False, True
         self._made: list[weakref.ref[Any]] = []
 
     def find(self, modules: Sequence[nn.Module]) -> None:
         """Find the optimizers that the script has made.
 
         Keras gives an optimizer its variables at its first step. The only one that has none yet trains those of these modules,
-        which are being called; of several, it is not known which does.
+        which are being called, that no other one trains; of several, it is not known which does.
         """
         if not self._follows and not self._begin():
             return
         layers: list[Any] = [each for each in modules if is_keras(each)]
         known = {optimizer: getattr(optimizer, "_trainable_variables", []) for optimizer in self._held()}
         if sum(not trained for trained in known.values()) == 1:
-            called = [variable for each in layers for variable in each.trainable_variables]
+            taken = {id(variable) for trained in known.values() for variable in trained}
+            variables = (variable for each in layers for variable in each.trainable_variables)
+            called = [variable for variable in variables if id(variable) not in taken]
             known = {optimizer: trained or called for optimizer, trained in known.items()}
+        has_stepped = (int(optimizer._iterations) > 0 for optimizer, trained in known.items() if trained)
+        self.are_known = all(known.values()) or all(has_stepped)
         for optimizer, trained in known.items():
             if trained:
                 self._follower(optimizer, trained)

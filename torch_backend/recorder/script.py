@@ -238,7 +238,7 @@ class ScriptRecorder:
             self._directory,
             beside=modules_beside(modules),
             model=modules[0] if len(modules) == 1 else modules,
-            optimizer=mine if len(mine) == 1 or options.get("pipeline") else None,
+            optimizer=mine if self._keras.are_known and (len(mine) == 1 or options.get("pipeline")) else None,
             **self._options,
             **options,
         ).__enter__()

@@ -73,6 +73,30 @@ for _ in range(3):
     update(maker, -critic(maker(noise)).mean())
 """
 )
+_INSIDE = (
+    _DATA
+    + """
+class Turns(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.critic = keras.Sequential([layers.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+        self.maker = keras.Sequential([layers.Input((2,)), layers.Dense(4)])
+    def call(self, x):
+        return self.critic(x)
+    def train_step(self, real):
+        noise = torch.ones((8, 2))
+        for model, optimizer, other in ((self.critic, self.first, real), (self.maker, self.second, 0 * real)):
+            self.zero_grad()
+            (self.critic(self.maker(noise)).mean() - self.critic(other).mean()).backward()
+            with torch.no_grad():
+                optimizer.apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
+        return {{}}
+model = Turns()
+model.first, model.second = keras.optimizers.Adam(0.01), keras.optimizers.Adam({rate})
+model.compile()
+model.fit(random.standard_normal((32, 4), dtype="float32"), batch_size=8, verbose=0)
+"""
+)
 _LOOPS = {
     "own": "",
     "fit": "model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))",
@@ -160,3 +184,10 @@ def test_each_loss_is_divided_by_its_own_scale(recorded):
     plain, scaled = recorded(_TURNS, "own"), recorded(_TURNS, "own", scale=1024.0)
     found = compare(plain, scaled)
     assert found.verdict is Verdict.EQUAL, found.reason
+
+
+def test_an_unused_optimizer_of_compile_is_not_stated(recorded):
+    first, second = recorded(_INSIDE, "own"), recorded(_INSIDE, "own", rate=0.02)
+    assert first.num_steps == 4 and "optimizer" not in first.manifest.settings
+    found = compare(first, second)
+    assert found.first_divergence is not None and found.first_divergence.parameter == "maker.dense_2.kernel"
