@@ -243,8 +243,7 @@ def _constants(
         return distance(y, of(constants))
 
     bends = {start.cap and start.cap**-2, *((0.0, 0.01, 1.0) if capped else ())}
-    powers = range(-4, 5) if capped else range(-8, 9)
-    now = min((np.array([start.factor * 2.0**i, bend]) for i in powers for bend in bends), key=apart)
+    now = min((np.array([start.factor * 2.0**i, bend]) for i in range(-8, 9) for bend in bends), key=apart)
     for _ in range(30):
         here = of(now)
         steps = (1e-6 * now[0], 1e-6 * max(now[1], 1e-3))[: 1 + capped]

@@ -10,6 +10,7 @@ from crossframe.recording.event_format import FORWARD, REDUCE, UNSHARDED, UPDATE
 from crossframe.verdict import compare
 from crossframe.verdict.diagnosis.case import Case, case_of
 from crossframe.verdict.diagnosis.layer_hypotheses import shifted_positions
+from crossframe.verdict.diagnosis.movement_hypotheses import stale_copy
 from crossframe.verdict.diagnosis.optimizer_hypotheses import change_of_update
 from crossframe.verdict.diagnosis.rank_hypotheses import missing_rank
 from crossframe.verdict.measure.pair import Pair
@@ -26,13 +27,13 @@ MOVED = np.random.default_rng(5).normal(size=START.shape)
 def made(tmp_path: Path) -> Any:
     """A case of two recordings without an optimizer's rule, whose values of one quantity are given."""
 
-    def case(first: np.ndarray, second: np.ndarray, *, more: float = 0.0, **fields: Any) -> Case:
+    def case(first: np.ndarray, second: np.ndarray, *, more: float = 0.0, limit: float = LIMIT, **fields: Any) -> Case:
         change = synthetic.only("parameters", "embed", lambda array: array + more)
         pair = Pair(
             synthetic.record(tmp_path / "a", synthetic.manifest(2, settings=UNKNOWN)),
             synthetic.record(tmp_path / "b", synthetic.manifest(2, settings=UNKNOWN), tamper=change),
         )
-        return case_of(pair, quantity(first, second, **fields), lambda each: LIMIT)
+        return case_of(pair, quantity(first, second, **fields), lambda each: limit)
 
     return case
 
@@ -128,3 +129,14 @@ def test_zeros_that_another_rank_gathered_are_missing(made, rank, is_said):
     values = np.array([1.0, 2.0, 3.0])
     case = made(values, np.zeros(3), phase=UNSHARDED, parameter="bias", rank=rank)
     assert [fit.signature for fit in missing_rank(case)] == ["missing_rank"] * is_said
+
+
+@pytest.mark.parametrize(("size", "is_said"), [(3.5, True), (4.5, False)])
+def test_the_previous_gradient_is_added_up_to_four_roundings(made, size, is_said):
+    """In float32, whose unit roundoff is 2^-24."""
+    before = np.mean([synthetic.sample_grad(0, sample, "embed") for sample in range(synthetic.SAMPLES)], axis=0)
+    now = synthetic.sample_grad(1, 0, "embed").astype(np.float32)
+    both = now.astype(np.float64) + before
+    wrong = both + size * 2.0**-24 * np.linalg.norm(both) * (MOVED / np.linalg.norm(MOVED))
+    fits = list(stale_copy(made(now, wrong.astype(np.float32), limit=0.0, phase=REDUCE, parameter="embed", step=1)))
+    assert [fit.claim.kind for fit in fits] == ["added"] * is_said

@@ -72,7 +72,10 @@ def rotated(x: np.ndarray) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, run: "Run") -> np.ndarray:
-    q, k, v = (x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2) for x in (q, k, v))
+    if run.scrambled:
+        q, k, v = (x.reshape(len(x), HEADS, LENGTH, -1) for x in (q, k, v))
+    else:
+        q, k, v = (x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2) for x in (q, k, v))
     if run.rotary:
         q, k = rotated(q), rotated(k)
     scores = run.scale * q @ k.swapaxes(2, 3)
@@ -109,9 +112,11 @@ class Run:
     causal: bool = True
     padding: int = 0
     exchanged: bool = False
+    scrambled: bool = False  # heads are read without exchanging dims
     epsilon: float = 1e-5
     runs_first: int = 0
     recorded: int = WIDTH  # so many features of the norms' inputs
+    told: int = 9  # so many microbatches
     head: bool = False  # the embedding is also the head; gradients of projections are sums of their inputs
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
@@ -162,7 +167,8 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                     module: str, use: str, x: np.ndarray, exact: bool = False, *, mb=mb, w=writer, s=step
                 ) -> np.ndarray:
                     value = x.astype(dtype) if exact else kept(x)
-                    w.activation(s, mb, module, use, value)
+                    if mb < run.told:
+                        w.activation(s, mb, module, use, value)
                     return value.astype(np.float64)
 
                 tok = tell("tok", "output", p["tok.weight"][tokens], True)
@@ -259,6 +265,7 @@ FAULTS: dict[str, tuple[str, Run, Run]] = {
     "scores unscaled with masked keys": ("attention_scale", MASKED, replace(MASKED, scale=1.0)),
     "keys of padding": ("padding_counted", MASKED, replace(MASKED, padding=0)),
     "queries and keys exchanged": ("mixed_parameters", RIGHT, Run(exchanged=True)),
+    "heads without exchanged dims": ("transposed", RIGHT, Run(scrambled=True)),
     "shares in bfloat16": ("low_precision", RIGHT, Run(shares_in="bfloat16")),
     "modules in another order": ("mixed_parameters", RIGHT, Run(runs_first=1)),
     "padding in RMS norm": ("padding_counted", RIGHT, Run(counted=WIDTH + 3)),
@@ -354,6 +361,36 @@ def test_gradients_that_one_run_weights_by_samples_are_named(tmp_path):
     assert found.first_divergence is not None and found.first_divergence.phase == "backward"
     assert found.diagnosis is not None and found.diagnosis.signature == "uneven_weights", found.diagnosis
     assert "ranks have 4, 2 samples: a averages over samples" in found.diagnosis.evidence
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_named"),
+    [
+        pytest.param((0.25, 0.75), True, id="shares"),
+        pytest.param((0.25, 0.7), False, id="less than all"),
+        pytest.param((1.2, -0.2), False, id="a negative share"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["terms first", "means first"])
+def test_a_mean_over_microbatches_is_named(tmp_path, shares, is_named, order):
+    def over_all_terms(rank, own):
+        return [2 * share * grad for share, grad in zip(shares, own, strict=True)]
+
+    terms = record(tmp_path / "terms", replace(PARTS, local=over_all_terms, told=1))
+    means = record(tmp_path / "means", PARTS)
+    for recording in (terms, means):  # as those of scripts
+        assert isinstance(recording.manifest.settings, dict)
+        del recording.manifest.settings["accumulate"]
+    found = compare(*(terms, means)[::order])
+    assert found.first_divergence is not None and found.first_divergence.phase == "backward"
+    named = found.diagnosis is not None and found.diagnosis.signature == "uneven_weights"
+    assert named is is_named, found.diagnosis
+    if is_named:
+        assert "of 'tok.weight' that one microbatch alone looks up are multiples" in found.diagnosis.evidence
+        assert (
+            "means averages the means of microbatches, which have shares of 0.25, 0.75 of them"
+            in found.diagnosis.evidence
+        )
 
 
 def test_a_factor_is_named_after_recorded_microbatches(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
+from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
@@ -237,3 +238,33 @@ def test_a_few_roundings_are_of_the_scale_and_the_dtype(tmp_path, phase, dtype, 
     one = np.zeros(1, dtype)
     found = Quantity(0, phase, "loss", "", "", None, 0, one, (one + apart).astype(dtype), 1.0, 1e-3)
     assert is_few_roundings(pair, found) is expected
+
+
+def edited(recordings, *edits):
+    """The recordings again, after edits (recording, old text, new text) of the events of rank 1."""
+    for i, old, new in edits:
+        synthetic.edit_events(recordings[i].directory, old, new, rank=1)
+    return [Recording.open(recording.directory) for recording in recordings]
+
+
+def test_samples_in_another_order_change_bits(pair):
+    a, b = pair(nudged("output", "block"))
+    digest = b.batch(0, 1).digest
+    a, b = edited((a, b), (1, digest, digest[::-1]))
+    found = compare(a, b, bitwise=True)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert found.bits and "from step 0 on, samples are in a different order, in other microbatches" in found.bits
+
+
+def test_operators_are_named_where_bits_differ(pair):
+    output = '"name": "block", "use": "output", '
+    one, other = (f'{output}"operator": "aten::{name}", ' for name in ("addmm", "mm"))
+    a, b = edited(pair(nudged("output", "block")), (0, output, one), (1, output, other))
+    found = compare(a, b, bitwise=True)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    computed = "the output of block is computed by aten::addmm in a and by aten::mm in b, a different kernel"
+    assert found.bits and found.bits.endswith(computed)
+    # Of one operator, or of one that is not known, other bits are another program.
+    for edit in ((1, other, one), (1, one, output)):
+        a, b = edited((a, b), edit)
+        assert compare(a, b, bitwise=True).verdict is Verdict.DIFFERENT
