@@ -59,23 +59,21 @@ def match_activations(first: Recording, second: Recording, param_map: ParamMap) 
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _Summary:
     """What does not depend on the order of the elements of an activation.
 
     Attributes:
         tells: whether its values are different enough to tell it from others.
     """
 
-    numel: int
     norm: float
-    total: float
     tells: bool
 
     @classmethod
-    def of(cls, array: np.ndarray) -> "_Sums":
+    def of(cls, array: np.ndarray) -> "_Summary":
         some = array.reshape(-1)[:: max(1, array.size // _SAMPLED)]
         tells = len(np.unique(some)) >= _LEAST_VALUES
-        return cls(array.size, float(np.linalg.norm(array)), float(array.sum()), tells)
+        return cls(float(np.linalg.norm(array)), tells)
 
 
 class _Side:
@@ -85,7 +83,7 @@ class _Side:
         self._recording, self._step = recording, step
         self.order: list[Of] = [(module, use) for at, module, use in recording.activations(step) if at == 0]
         self.modules = list(dict.fromkeys(module for module, _ in self.order))
-        self.sums = functools.cache(self._sums)
+        self.summary = functools.cache(self._summary)
 
     def shape(self, of: Of) -> tuple[int, ...]:
         return self._recording.activation_shape(self._step, 0, 0, *of)
@@ -109,10 +107,10 @@ class _Side:
         """The sketch of an activation; None if it has elements."""
         return self._recording.activation_sketch(self._step, 0, 0, *of)
 
-    def _sums(self, of: Of) -> _Sums | None:
-        """The sums of an activation; None if it has no values."""
+    def _summary(self, of: Of) -> _Summary | None:
+        """The summary of an activation; None if it has no values."""
         array = self.array(of)
-        return None if array is None else _Sums.of(array)
+        return None if array is None else _Summary.of(array)
 
 
 class _Matcher:
@@ -200,10 +198,10 @@ class _Matcher:
         )
 
     def _agree(self, ours: Of, theirs: Of) -> bool:
-        a, b = self._first.sums(ours), self._second.sums(theirs)
-        if a is not None and b is not None:  # for most pairs the sums say that they do not agree, in any order
+        a, b = self._first.summary(ours), self._second.summary(theirs)
+        if a is not None and b is not None:  # for most pairs the norms say that they do not agree, in any order
             most = self._near * a.norm
-            if abs(a.norm - b.norm) > most or abs(a.total - b.total) > most * a.numel**0.5:
+            if abs(a.norm - b.norm) > most:
                 return False
         return self._agreed(ours, theirs) is not None
 
@@ -288,8 +286,8 @@ class _Matcher:
         Args:
             near: the largest relative distance; None: `near` of the matcher.
         """
-        near, sums = self._near if near is None else near, self._first.sums(ours)
-        if sums is not None and not sums.tells:
+        near, summary = self._near if near is None else near, self._first.summary(ours)
+        if summary is not None and not summary.tells:
             return None
         shapes = self._first.shape(ours), self._second.shape(theirs)
         forms = itertools.chain(_forms(*shapes), self._forms_of_weights(ours, theirs))

@@ -289,7 +289,7 @@ def _publish(writing: Path, path: Path) -> None:
 
 def abandon(path: Path | str, token: str) -> None:
     """Remove an unfinished checkpoint as far as possible. One rank calls it."""
-    with suppress(CheckpointError, OSError):
+    with suppress(CheckpointError):
         remove(_writing(checked_path(path), token))
 
 

@@ -130,7 +130,8 @@ def _held(recording: Recording, step: int, name: str, dtype: str) -> Side | None
     held = assemble(recording, phase, before, name)
     if held.elements is not None:
         return Side(held.elements.astype(numpy_dtype(dtype)))
-    return held if held.sketch is not None and held.sketch.dtype == dtype else None
+    assert held.sketch is not None
+    return held if held.sketch.dtype == dtype else None
 
 
 def _replicas(recording: Recording, phase: str, step: int) -> Iterator[Disagreement]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from crossframe.inspection.values import LOSS, Value
 from crossframe.recording import Recording
-from crossframe.recording.event_format import FORWARD, OUTPUT, PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.event_format import OUTPUT, REDUCE, UPDATE
 
 FALSE_GROWTH = 1e-3
 LEAST_GROWTH = 2.0
@@ -114,14 +114,14 @@ def _series(recording: Recording, steps: Mapping[int, Sequence[Value]]) -> dict[
 
 def _names(recording: Recording, value: Value, shard: int) -> list[tuple[str, bool]]:
     """The series that a value belongs to, and whether they average values instead of adding squares."""
-    unit = recording.manifest.unit_of.get(value.parameter, "") or "(root)"
     if value.use == LOSS:
         return [("loss", True)]
-    if value.phase == FORWARD and value.use == OUTPUT:
+    if value.use == OUTPUT:
         return [(f"norm of the {value.name}", False)]
-    if value.rank >= shard or value.phase not in (REDUCE, UPDATE, PARAMETERS):
+    # Initial values are left out, since the series has the updated values of the same step.
+    if value.rank >= shard or value.phase not in (REDUCE, UPDATE):
         return []
+    unit = recording.manifest.unit_of[value.parameter] or "(root)"
     if value.phase == REDUCE:
         return [("gradient norm", False), (f"gradient norm of unit {unit!r}", False)]
-    # Initial values are left out, since the series has the updated values of the same step.
-    return [(f"norm of the parameters of unit {unit!r}", False)] if value.phase == UPDATE else []
+    return [(f"norm of the parameters of unit {unit!r}", False)]

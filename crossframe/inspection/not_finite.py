@@ -8,8 +8,6 @@ finite and whose parameters do not change was skipped, as by gradient scalers, a
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from crossframe.inspection.values import LOSS, Range, Value, ranges_before
 from crossframe.recording import Recording
 from crossframe.recording.event_format import (
@@ -131,17 +129,9 @@ def _stood_still(recording: Recording, step: int) -> bool:
     return all(_bits(recording, *before, name) == _bits(recording, UPDATE, step, name) for name in names)
 
 
-def _bits(recording: Recording, phase: str, step: int, name: str) -> list[object]:
+def _bits(recording: Recording, phase: str, step: int, name: str) -> list[tuple[int, int]]:
     parts = recording.ranges(phase, step, name)
-    return [
-        (
-            part.rank,
-            recording.sketch_of(step, name, part).fingerprint
-            if part.sketch is not None
-            else np.asarray(recording.elements(step, part)).tobytes(),
-        )
-        for part in parts
-    ]
+    return [(part.rank, recording.sketch_of(step, name, part).fingerprint) for part in parts]
 
 
 def _unseen(recording: Recording, first: Value) -> tuple[int, int] | None:

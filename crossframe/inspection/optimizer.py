@@ -6,6 +6,7 @@ they were recorded, for example by clipping. One factor is fitted for each param
 that of the other parameters of their group are reported.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -70,8 +71,8 @@ class _Checked:
     """The result for one parameter: the fitted factor and its error, or a departure."""
 
     parameter: str
-    factor: float
-    error: float
+    factor: float = math.nan
+    error: float = math.nan
     share: float = 0.0
     evidence: str = ""
     follows: bool = True
@@ -158,7 +159,7 @@ def _check(recording: Recording, kind: str, step: int, name: str, slot: str) -> 
         return None
     case = _case(recording, step, name, STATE if slot else UPDATE, slot)
     with np.errstate(all="ignore"):
-        return _check_moment(case, stated, slot) if slot else _check_update(case, stated, count)
+        return _check_moment(case, stated, slot) if slot else _check_update(case, stated)
 
 
 def _case(recording: Recording, step: int, name: str, phase: str, slot: str) -> Case:
@@ -168,31 +169,32 @@ def _case(recording: Recording, step: int, name: str, phase: str, slot: str) -> 
     return Case(quantity, recording, recording, ("the recording", "the recording"), (0, 0), 0.0)
 
 
-def _check_update(case: Case, stated: Stated, count: float) -> _Checked | None:
+def _check_update(case: Case, stated: Stated) -> _Checked | None:
     seen = update_of(case, case.right, stated)
     if seen is None or not all(np.isfinite(each).all() for each in (seen.before, seen.after, *seen.moments)):
         return None
     seen = replace(seen, before=_as_seen(case, seen))
     rule = stated.rule
     error = seen.error(rule) / max(norm(seen.way(rule)) * rule.rate, np.finfo(float).tiny)
-    if seen.residual(rule) <= seen.error(rule):
+    nesterov = _as_nesterov(case, seen, stated)
+    known = [seen] if nesterov is None else [seen, nesterov]
+    if any(tried.residual(rule) <= tried.error(rule) for tried in known):
         return _Checked(case.name, 1.0, error)
-    for tried in (seen, _as_nesterov(case, seen, stated)):
-        if tried is not None:
-            fitted = replace(rule, rate=factor_between(tried.way(rule), tried.moved))
-            if tried.residual(fitted) <= tried.error(fitted):
-                return _Checked(case.name, fitted.rate / rule.rate, error)
+    for tried in known:
+        fitted = replace(rule, rate=factor_between(tried.way(rule), tried.moved))
+        if tried.residual(fitted) <= tried.error(fitted):
+            return _Checked(case.name, fitted.rate / rule.rate, error)
     ideal = Update(seen.before, rule.updated(seen.before, *seen.moments), seen.moments, seen.roundoff)
-    fit = best(update_deviations(ideal, seen, rule, count, distance(ideal.after, seen.after)))
+    fit = best(update_deviations(ideal, seen, rule, None, distance(ideal.after, seen.after)))
     share = seen.residual(rule) / max(norm(ideal.moved), norm(seen.moved))
-    return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
+    return _Checked(case.name, share=share, evidence=fit.evidence if fit else "", follows=False)
 
 
 def _as_nesterov(case: Case, seen: Update, stated: Stated) -> Update | None:
     """The update of SGD with Nesterov momentum, which manifests do not state: g + momentum * b, where g is the gradient that was
     added to b."""
     old = case.moment(case.right, case.step - 1, case.name, MOMENTS[SGD_][0])
-    if not isinstance(stated.rule, SGD) or not stated.rule.momentum or old is None:
+    if not isinstance(stated.rule, SGD) or old is None:
         return None
     buffer, momentum = seen.moments[0], stated.rule.momentum
     return replace(seen, moments=(buffer - momentum * old.astype(np.float64) + momentum * buffer,))
@@ -226,7 +228,7 @@ def _check_moment(case: Case, stated: Stated, slot: str) -> _Checked | None:
     fits = moment_deviations(ideal, seen, average, [], difference, decay=stated.coupled, squared=squared)
     share = difference / max(norm(ideal.new - seen.old), norm(seen.new - seen.old))
     fit = best(fits)
-    return _Checked(case.name, 1.0, error, share, fit.evidence if fit else "", follows=False)
+    return _Checked(case.name, share=share, evidence=fit.evidence if fit else "", follows=False)
 
 
 def _findings(

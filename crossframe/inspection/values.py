@@ -196,8 +196,8 @@ def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:
     if value.phase == BACKWARD:
         module = value.parameter.rpartition(".")[0]
         return _activation_ranges(recording, step, rank, value.microbatch, module, INPUT)
-    sources = {REDUCE: (BACKWARD, step), NORM: (REDUCE, step), STATE: (REDUCE, step), UPDATE: (REDUCE, step)}
-    if value.phase not in sources or not value.parameter:
+    sources = {REDUCE: (BACKWARD, step), STATE: (REDUCE, step), UPDATE: (REDUCE, step)}
+    if value.phase not in sources:
         return ()
     return _parameter_ranges(recording, *sources[value.phase], rank, [value.parameter])
 

@@ -66,7 +66,7 @@ class AlarmFilter:
         found, now = [], set()
         for alarm in alarms:
             key = (alarm.kind, alarm.subject)
-            if key not in self._going_on and key not in now and step - self._last.get(key, -QUIET_STEPS) >= QUIET_STEPS:
+            if key not in self._going_on and step - self._last.get(key, -QUIET_STEPS) >= QUIET_STEPS:
                 found.append(alarm)
             now.add(key)
             self._last[key] = step

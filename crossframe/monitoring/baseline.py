@@ -41,7 +41,7 @@ class BaselineRule:
             RecordingError: a tensor is damaged.
         """
         num_steps = min(recording.num_steps, self.num_steps)
-        if not num_steps or num_steps == self._compared or self.num_steps > num_steps < 2 * self._compared:
+        if num_steps == self._compared or self.num_steps > num_steps < 2 * self._compared:
             return 0, "", ""
         self._compared = num_steps
         found = compare(self._baseline, recording.first(num_steps), bitwise=False)

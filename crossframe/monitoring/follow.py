@@ -153,7 +153,7 @@ class Follower:
         found, notes = disagreements_at(recording, step)
         self._note("edited", notes)
         apart = [each for each in found if not each.rounding]
-        self._note("rounding", [each.describe() for each in found if each.rounding][:1])
+        self._note("rounding", [each.describe() for each in found if each.rounding])
         if apart:
             more = f"; and {len(apart) - 1} more values of this step" if len(apart) > 1 else ""
             yield Alarm(Kind.RANKS, step, "", apart[0].describe() + more)
@@ -177,7 +177,7 @@ class Follower:
             )
 
     def _optimizer(self, recording: Recording, step: int) -> Iterable[Alarm]:
-        for each in optimizer_deviations_at(recording, step)[:1]:
+        for each in optimizer_deviations_at(recording, step):
             yield Alarm(Kind.OPTIMIZER, step, "", each.describe())
         unexpected = list(self._updates.add(recording, step))
         for is_lost in (False, True):

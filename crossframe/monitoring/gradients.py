@@ -64,7 +64,7 @@ class GradientRule:
         sizes = {unit: norm / math.sqrt(max(numel, 1)) for unit, (norm, numel) in units.items()}
         for unit, (norm, _) in units.items():
             past = self._past.setdefault(unit, _Past())
-            if past.num >= MIN_PAST_STEPS and norm >= EXPLOSION * past.largest > 0:
+            if past.num >= MIN_PAST_STEPS and norm >= EXPLOSION * past.largest:
                 found[unit] = (
                     f"explodes: its norm is {norm:.3g}, {norm / past.largest:.3g} times the largest of {past.num} earlier steps"
                 )

@@ -12,6 +12,7 @@ The k others are the losses before the last m, at most `MAX_EARLIER_LOSSES`, or 
 the level of the untrained model has diverged, however slowly.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -35,10 +36,7 @@ def num_recent(num_earlier: int) -> int:
     >>> num_recent(64), num_recent(15)
     (6, 15)
     """
-    count = 1
-    while math.comb(num_earlier + count, count) < 1 / RATE:
-        count += 1
-    return count
+    return next(count for count in itertools.count() if math.comb(num_earlier + count, count) * RATE >= 1)
 
 
 NUM_FIRST_LOSSES = 15
@@ -71,9 +69,7 @@ class LossRule:
 
     def _jump(self) -> str:
         num = len(self._losses)
-        earlier = next(
-            (k for k in range(min(MAX_EARLIER_LOSSES, num), NUM_FIRST_LOSSES - 1, -1) if k + num_recent(k) <= num), 0
-        )
+        earlier = next((k for k in range(MAX_EARLIER_LOSSES, NUM_FIRST_LOSSES, -1) if k + num_recent(k) <= num), 0)
         if not earlier:
             return ""
         losses = list(self._losses)
@@ -97,7 +93,7 @@ class LossRule:
 
     def _gained(self) -> float:
         """What training has gained since its start."""
-        return max(float(np.median(self._first)) - self._lowest, 0.0) if math.isfinite(self._lowest) else 0.0
+        return max(float(np.median(self._first)) - self._lowest, 0.0)
 
 
 def _is_above(last: Iterable[float], before: list[float]) -> bool:

@@ -80,8 +80,10 @@ def _judge(
     recording: Recording, step: int, name: str, before: Sketch, after: Sketch, rates: list[float]
 ) -> Iterator[UnexpectedMove]:
     kind, count = recording.manifest.settings.get("optimizer"), recording.count(step, name)
-    stated = stated_rule(recording.manifest, kind, count or 1, name) if kind in (ADAM, ADAMW) else None
-    rule = stated.rule if stated is not None and isinstance(stated.rule, AdamW) else None
+    # At no count of steps is an update larger than without bias corrections.
+    stated = stated_rule(recording.manifest, kind, math.inf, name) if kind in (ADAM, ADAMW) else None
+    rule = stated.rule if stated is not None else None
+    assert isinstance(rule, AdamW | None)
     root, num = math.sqrt(after.numel), len(rates)
     if rule is not None and rule.beta1**2 < rule.beta2 < 1:
         farthest = (1 - rule.beta1) / math.sqrt((1 - rule.beta2) * (1 - rule.beta1**2 / rule.beta2))
@@ -95,7 +97,7 @@ def _judge(
                 f"moved by {moved:.3g} (norm) in {num} step{'s' * (num > 1)}, and {kind} moves it by at most {most:.3g} at these "
                 "rates: something else wrote to it",
             )
-    if not after.equals(before) or not count or not any(rates) or not recording.has(REDUCE, step, name):
+    if not after.equals(before) or not count or not any(rates):
         return
     gradient = assemble(recording, REDUCE, step, name)
     if not gradient.norm or gradient.num_not_finite:

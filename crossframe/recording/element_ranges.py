@@ -88,7 +88,7 @@ class _Sums:
         rows: dict[int, tuple[list[int], list[int]]] = {}
         for what, ranges in of.items():
             own = [part for part in ranges if part.rank in group]
-            if not own or not all(type(part.sketch) is int for part in own):
+            if not all(type(part.sketch) is int for part in own):
                 continue
             self.places[what] = place = len(self.places)
             self.numels.append(sum(part.stop - part.start for part in own))

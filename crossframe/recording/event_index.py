@@ -222,7 +222,7 @@ def parse_index(content: bytes, path: Path, manifest: Manifest, rank: int) -> Ra
 
 def _check_end(fields: dict, index: RankIndex, open_step: list, manifest: Manifest, before: str, where: str) -> None:
     if open_step or fields["steps"] != index.num_steps or manifest.steps not in (None, index.num_steps):
-        steps = fields["steps"] if manifest.steps is None else manifest.steps
+        steps = fields["steps"] if manifest.steps in (None, index.num_steps) else manifest.steps
         raise RecordingError(
             f"{where}: expected the end after {quote(steps)} whole steps, got it after {index.num_steps}"
         )

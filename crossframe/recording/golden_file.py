@@ -189,16 +189,17 @@ class Golden:
         _expect(head["sums_dtype"] in ("float32", "float64"), "dtype of sums", head["sums_dtype"])
         manifest, *lines, floats, fingerprints, lost, places, values = parts
         numbers = _of_bytes(floats, np.dtype(head["sums_dtype"]).newbyteorder("<")).astype(np.float64)
+        numbers = numbers.reshape(num_rows, num_sums + 1)  # before anything of a stated size is allocated
         rows = np.empty((num_rows, num_sums + 3))
-        rows[:, : num_sums + 1] = numbers.reshape(num_rows, num_sums + 1)
+        rows[:, : num_sums + 1] = numbers
         rows[:, num_sums] **= 2
         rows[:, -2].view(np.uint64)[:] = _of_bytes(fingerprints, np.dtype("<u8"))
         rows[:, -1].view(np.uint64)[:] = _of_bytes(lost, np.dtype("<u8"))
         flat = np.cumsum(_of_bytes(places, np.dtype("<i4")), dtype=np.int64)
         _expect(flat.size == 0 or (flat.min() >= 0 and flat.max() < num_rows), "rows of sketches", num_rows)
         _expect(len(sizes) == len(lines), "steps of each rank", len(sizes))
-        cut = np.split(flat, np.cumsum([size for each in sizes for size in each])) if sizes else []
-        _expect(len(cut) > 0 and cut[-1].size == 0, "a row for each sketch", flat.size)
+        cut = np.split(flat, np.cumsum([size for each in sizes for size in each]))
+        _expect(cut[-1].size == 0, "row for each sketch", flat.size)
         numbered = iter(cut)
         spread = head["spread"]
         command = head["command"]

@@ -48,9 +48,9 @@ def _is_seen(pair: Pair, where: Divergence) -> bool:
     """Whether both recorded the direct causes within the step."""
     if where.phase == NORM:
         return where.step in pair.steps
-    if where.phase == REDUCE and pair.same_world and where.parameter is not None:
-        name = where.parameter
-        return all(recording.has(BACKWARD, where.step, name, where.rank) for recording in (pair.a, pair.b))
+    if where.phase == REDUCE and pair.same_world:
+        assert where.parameter is not None
+        return all(recording.has(BACKWARD, where.step, where.parameter, where.rank) for recording in (pair.a, pair.b))
     if where.phase in (FORWARD, BACKWARD, REDUCE, BUFFERS):
         return all(recording.activations(where.step) for recording in (pair.a, pair.b))
     return True

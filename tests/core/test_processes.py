@@ -125,6 +125,65 @@ def test_a_process_that_is_ended_has_time_to_unwind(tmp_path):
     assert (tmp_path / "unwound").exists()
 
 
+SPEAKS = "import os, sys; print('out', os.environ.get('SAID')); print('err', file=sys.stderr); sys.exit(3)"
+COMMAND = [sys.executable, "-u", "-c", SPEAKS]
+
+
+def test_a_program_prints_or_is_captured(capfd):
+    assert processes.run(COMMAND) == (3, "")
+    assert capfd.readouterr() == ("out None\n", "err\n")
+    assert processes.run(COMMAND, prints_to_stderr=True) == (3, "")
+    assert capfd.readouterr() == ("", "out None\nerr\n")
+    assert processes.run(COMMAND, captured=True, environment={"SAID": "this"}) == (3, "out this\nerr\n")
+    assert capfd.readouterr() == ("", "") and "SAID" not in os.environ
+    assert processes.run([sys.executable, "-c", "print(chr(0), end=chr(255))"], captured=True)[0] == 0
+    own = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert processes.run(own) == (-signal.SIGKILL, "")
+
+
+def test_a_program_has_the_environment_of_its_parent(monkeypatch):
+    monkeypatch.setenv("SAID", "before")
+    assert processes.run(COMMAND, captured=True)[1] == "out before\nerr\n"
+    assert processes.run(COMMAND, captured=True, environment={"OTHER": "1"})[1] == "out before\nerr\n"
+
+
+def test_a_program_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TimeoutError, match=r"^it did not end within 1\.5 seconds$"):
+        processes.run([sys.executable, "-c", UNWINDS], timeout=1.5)
+    assert (tmp_path / "unwound").exists()
+    assert processes._started == set()
+
+
+def test_processes_that_ignore_a_signal_are_killed(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        began = time.monotonic()
+        processes.end([process.pid])
+        assert 0.3 <= time.monotonic() - began < 30
+        assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_processes_start_without_sigint_and_own_modules(monkeypatch, before):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONSAFEPATH", before)
+    with pytest.raises(KeyError), processes.starting():
+        assert os.environ["PYTHONSAFEPATH"] == "1"
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        raise KeyError
+    assert os.environ.get("PYTHONSAFEPATH") == before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_signal_is_named_to_the_user():
+    assert processes.ended_by(signal.SIGINT) == "interrupted"
+    assert processes.ended_by(signal.SIGTERM) == "ended by SIGTERM"
+
+
 def test_own_packages_are_found_from_any_folder(tmp_path):
     for name in ("crossframe", "experiments", "tests"):
         (tmp_path / name).mkdir()

@@ -115,7 +115,9 @@ class _Walk:
             case ast.ClassDef():
                 if not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
                     yield from self.body(node.body, function)
-            case ast.Import() | ast.ImportFrom() | ast.Assert() | ast.Pass() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            case (
+                ast.Import() | ast.ImportFrom() | ast.Assert() | ast.Pass() | ast.If(test=ast.Name(id="TYPE_CHECKING"))
+            ):
                 return
             case ast.Raise():
                 yield node, "pass", function, "removed raise"

@@ -27,9 +27,8 @@ EVENT = "buffer"
 
 def buffers_of(pair: Pair, step: int) -> Iterator[list[Quantity]]:
     """Yield the buffers that either recording has changed by the end of a step, each on all compared ranks."""
-    for name in dict.fromkeys((*pair.a.buffers(step), *pair.b.buffers(step))):
-        if not (pair.a.has_buffer(step, name) and pair.b.has_buffer(step, name)):
-            continue
+    names = dict.fromkeys((*pair.a.buffers(step), *pair.b.buffers(step)))
+    for name in (each for each in names if pair.a.has_buffer(step, each) and pair.b.has_buffer(step, each)):
         ranks = _compared_ranks(pair, step, name)
         if ranks is not None:
             yield [_quantity(pair, step, name, rank) for rank in ranks]
@@ -92,13 +91,12 @@ def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
 
 def _unchanged(recording: Recording, step: int, rank: int, name: str) -> np.ndarray | np.bool:
     """The elements that are as before the first step; none if those were not recorded."""
-    if not has_before(recording, -1, step, name):
-        return np.False_
-    sides = (buffer_value(recording, at, rank, name) for at in (-1, step))
-    first, now, sketches = match_values(*sides, by_sketch=False)
-    if sketches is not None:
-        return np.False_
-    return (now == first) | ((now != now) & (first != first))
+    if has_before(recording, -1, step, name):
+        sides = (buffer_value(recording, at, rank, name) for at in (-1, step))
+        first, now, sketches = match_values(*sides, by_sketch=False)
+        if sketches is None:
+            return (now == first) | ((now != now) & (first != first))
+    return np.False_
 
 
 def _scale(pair: Pair, step: int, rank: int, quantity: Quantity) -> float:

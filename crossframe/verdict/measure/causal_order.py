@@ -82,8 +82,9 @@ def walk(pair: Pair, phases: Sequence[str] = ALL, steps: Iterable[int] | None = 
 
 def _of_step(pair: Pair, step: int, phases: Sequence[str]) -> Iterator[Group]:
     """The groups of a step in which optimizers step at the end."""
-    recorded = step in pair.steps
-    if recorded and UNSHARDED in phases:
+    if step not in pair.steps:
+        phases = [phase for phase in phases if phase in (FORWARD, NORM)]
+    if UNSHARDED in phases:
         yield from _unsharded(pair, step)
     if FORWARD in phases:
         whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
@@ -91,23 +92,23 @@ def _of_step(pair: Pair, step: int, phases: Sequence[str]) -> Iterator[Group]:
         yield from _of_one_kind(pair, (_activations if whole else _aligned_activations)(pair, step), losses)
         yield from _losses_of_backwards(pair, step)
         yield losses
-    if recorded and BACKWARD in phases and pair.same_world:
+    if BACKWARD in phases and pair.same_world:
         yield from _local_grads(pair, step)
-    if recorded and REDUCE in phases:
+    if REDUCE in phases:
         yield from _reduced_grads(pair, step)
     if NORM in phases:
         yield from _norms(pair, step)
-    if recorded and STATE in phases:
+    if STATE in phases:
         yield from _state(pair, step)
-    if recorded and UPDATE in phases:
+    if UPDATE in phases:
         yield from _updates(pair, step)
-    if recorded and BUFFERS in phases:
+    if BUFFERS in phases:
         yield from buffers_of(pair, step)
 
 
 def _turns(pair: Pair, step: int) -> list[int]:
     """The numbers of forwards after which optimizers step that take turns within a step; [] if the recordings differ in them."""
-    if not _alike_backwards(pair, step) or step not in pair.steps:
+    if not _alike_backwards(pair, step):
         return []
     turns = [[recording.turn(step, name) for name in pair.names()] for recording in (pair.a, pair.b)]
     return sorted({*turns[0]} - {0}) if turns[0] == turns[1] else []
@@ -127,8 +128,8 @@ def _turn_of(pair: Pair, turns: list[int], quantity: Quantity) -> int:
 
 
 def _alike_backwards(pair: Pair, step: int) -> bool:
-    """Whether optimizers take turns in a step of both recordings, on all ranks with as many forwards before each backward."""
-    if not pair.same_world or not pair.a.backwards(step, 0):
+    """Whether all ranks of both recordings have as many forwards before each backward of a step; without turns, none have any."""
+    if not pair.same_world:
         return False
     ranks = range(pair.a.manifest.world_size)
     forwards = [[each for each, _ in r.backwards(step, rank)] for r in (pair.a, pair.b) for rank in ranks]

@@ -124,7 +124,8 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
             betas = pair.a.manifest.settings.get("betas") or _BETAS
             share = 1 - float(betas[0]) if slot == "exp_avg" else 1.0
             return distance(*moments) <= share * (1 - factor) * size / 2
-    if any(_are_apart(pair, step, name, slot, factor) for slot in pair.a.state_slots(step, name)):
+    slots = [slot for slot in pair.a.state_slots(step, name) if pair.has(STATE, step, name, slot)]
+    if any(_are_apart(pair, step, name, slot, factor) for slot in slots):
         return False
     # Without momentum an update is a linear combination of the gradient and the parameter (decay).
     moved, before = zip(*(_moved(recording, step, name, pair.sketched) for recording in (pair.a, pair.b)), strict=True)
@@ -140,8 +141,6 @@ def _given_alike(pair: Pair, step: int, name: str, small: int, factor: float) ->
 
 def _are_apart(pair: Pair, step: int, name: str, slot: str, factor: float) -> bool:
     """Whether an optimizer state entry differs between the sides as if it were gradients of this step alone."""
-    if not pair.has(STATE, step, name, slot):
-        return False
     values = pair.assemble(STATE, step, name, (0, 0), slot)[:2]
     return distance(*values) > (1 - factor) * max(map(norm, values)) / 2
 

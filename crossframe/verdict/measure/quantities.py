@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from crossframe.recording.event_format import BACKWARD, BUFFERS, FORWARD, NORM, REDUCE, STATE, UPDATE
+from crossframe.recording.event_format import (
+    BACKWARD,
+    BUFFERS,
+    FORWARD,
+    INPUT,
+    NORM,
+    OUTPUT,
+    REDUCE,
+    STATE,
+    UPDATE,
+)
 from crossframe.recording.sketch import Sketch
 from crossframe.verdict.measure.metrics import norm
 
@@ -66,7 +76,7 @@ class Quantity:
     @property
     def kind(self) -> str:
         """One of KINDS: the phase, except for activations and late updates."""
-        if self.module or self.use in ("input", "output"):
+        if self.use in (INPUT, OUTPUT):
             return ACTIVATION
         return LATE_UPDATE if self.late else self.phase
 

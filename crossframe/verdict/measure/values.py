@@ -63,8 +63,7 @@ Sides = tuple[np.ndarray, np.ndarray, tuple[Sketch, Sketch] | None]
 def match_values(a: Side, b: Side, *, by_sketch: bool) -> Sides:
     """Both sides as elements, or both as sketches with the same number of sums if one has no elements, or if `by_sketch` and the
     tensor is large."""
-    large = a.elements is None or a.elements.size > WHOLE
-    if a.elements is None or b.elements is None or (by_sketch and large):
+    if a.elements is None or b.elements is None or (by_sketch and a.elements.size > WHOLE):
         seed = next((side.sketch.seed for side in (a, b) if side.sketch is not None), "")
         first, second = a.sketched(seed), b.sketched(seed)
         num_sums = min(first.sums.size, second.sums.size)

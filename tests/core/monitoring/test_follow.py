@@ -1,6 +1,7 @@
 """A recording that grows, judged as it grows, and `crossframe watch`."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from crossframe.cli import watch as watch_module
 from crossframe.cli.commands import app
 from crossframe.errors import RecordingError, UsageError
 from crossframe.monitoring import Alarm, Follower, Kind, Monitor, baseline
-from crossframe.monitoring.updates import UpdateRule
-from crossframe.recording import Recording, RecordingWriter, create_recording
-from crossframe.recording.known_settings import LOSSES, MEAN
+from crossframe.monitoring.updates import UnexpectedMove, UpdateRule
+from crossframe.recording import Recording, RecordingWriter, Schedule, create_recording
+from crossframe.recording.known_settings import FORWARD_ONLY, LOSSES, MEAN
 from crossframe.recording.live import LiveRecording
 from tests.core.helpers import faulty, synthetic
 from tests.core.helpers.synthetic import LEARNING_RATE, manifest, write_run
@@ -338,3 +339,149 @@ def test_a_monitor_that_fails_does_not_end_the_training(tmp_path, caplog):
 def test_invalid_options_of_a_monitor_raise(options, message):
     with pytest.raises(UsageError, match=message):
         Monitor(**options)
+
+
+def alarms_of(directory, made, tamper=None):
+    write_run(directory, made, tamper=tamper)
+    follower = Follower(directory)
+    follower.advance()
+    return follower
+
+
+def test_numbers_of_a_step_are_norms_by_unit(tmp_path):
+    """Of the first of two replicas, and as the loop computed the norm of all."""
+    made = manifest(4, replicate=2)
+    other = lambda p, s, r, n, a: a + 1 if r >= 2 and p in ("reduce", "update") else a  # noqa: E731
+    follower = alarms_of(tmp_path, made, other)
+    recording, last = Recording.open(tmp_path), follower.last
+    units = {"": ("embed", "bias"), "block": ("block.w", "block.k_bias")}
+
+    def norms(phase):
+        return {
+            unit: pytest.approx(np.sqrt(sum(np.square(recording.full(phase, 2, name)).sum() for name in names)))
+            for unit, names in units.items()
+        }
+
+    assert (last.step, last.gradients, last.parameters) == (2, norms("reduce"), norms("update"))
+    assert list(last.gradients) == list(last.parameters) == ["", "block"]
+    assert last.grad_norm == pytest.approx(math.hypot(*last.gradients.values()))
+    assert last.loss == pytest.approx(recording.losses()[2].mean())
+    assert list(follower.losses) == pytest.approx(recording.losses().mean(axis=1)) and follower.losses.maxlen == 512
+
+
+@pytest.mark.parametrize(("step", "last"), [(1, 0), (2, 2)])
+def test_the_last_recorded_step_may_not_be_finite(tmp_path, step, last):
+    made = manifest(settings=SGD, steps=4, schedule=Schedule(dense=1, every=2))
+    write_run(tmp_path, made, tamper=nan_at("forward", step), stop_before=step + 1)
+    follower = Follower(tmp_path)
+    assert follower.last is None
+    follower.advance()
+    assert follower.last.step == last and [alarm.step for alarm in follower.alarms] == [step]
+
+
+def test_a_new_step_is_a_sign_of_life(tmp_path, monkeypatch):
+    write_run(tmp_path, manifest())
+    times = iter((5.0, 6.0, 7.0))
+    monkeypatch.setattr("crossframe.monitoring.follow.time.monotonic", lambda: next(times))
+    follower = Follower(tmp_path)
+    assert follower.changed_at == 5.0
+    for _ in range(2):
+        follower.advance()
+        assert (follower.changed_at, follower.num_steps) == (6.0, 3)
+
+
+@pytest.mark.parametrize("settings", [{}, {FORWARD_ONLY: True}])
+def test_losses_jump_in_training_alone(tmp_path, settings):
+    made = manifest(1, steps=31, schedule=Schedule(dense=1, every=100), settings=settings)
+    follower = alarms_of(tmp_path, made, lambda p, s, r, n, a: a * 0 + (1 if s < 17 else 3) if p == "forward" else a)
+    text = "step 29: the loss jumped: the last 13 values, 3 or more, all exceed the 17 before them, which are at most 1"
+    assert follower.alarms == [Alarm(Kind.LOSS, 29, "", text)] * (not settings)
+
+
+def test_units_whose_gradients_explode_are_named(tmp_path):
+    follower = alarms_of(
+        tmp_path, manifest(1, steps=7), lambda p, s, r, n, a: a * 1e4 if (p, s) == ("reduce", 5) else a
+    )
+    assert [(alarm.kind, alarm.step, alarm.subject) for alarm in follower.alarms] == [
+        (Kind.GRADIENT, 5, ""),
+        (Kind.GRADIENT, 5, "block"),
+    ]
+    for alarm, unit in zip(follower.alarms, ("(root)", "block"), strict=True):
+        assert alarm.text.startswith(f"step 5: the gradient of unit '{unit}' explodes: its norm is ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "found"),
+    [
+        pytest.param({"optimizer": "Adam"}, 0.95e-8, True, id="less than the default"),
+        pytest.param({"optimizer": "AdamW", "eps": None}, 0.95e-8, True, id="not stated"),
+        pytest.param({"optimizer": "AdamW"}, 1.05e-8, False, id="more than the default"),
+        pytest.param({"optimizer": "AdamW", "eps": 1e-6}, 0.95e-6, True, id="less than stated"),
+        pytest.param({"optimizer": "AdamW", "eps": 1e-6}, 1.05e-6, False, id="more than stated"),
+        pytest.param({"optimizer": "SGD", "eps": 1e-6}, 0.95e-6, False, id="SGD"),
+    ],
+)
+def test_elements_of_a_unit_are_compared_with_epsilon(tmp_path, settings, value, found):
+    """All 18 elements of the gradient of "block" have this value: it is their root mean square."""
+    small = lambda p, s, r, n, a: a * 0 + value if p == "reduce" and n.startswith("block") else a  # noqa: E731
+    alarms = [
+        alarm for alarm in alarms_of(tmp_path, manifest(settings=settings), small).alarms if alarm.kind == "gradient"
+    ]
+    assert [(alarm.step, alarm.subject) for alarm in alarms] == [(1, "block")] * found
+    assert all(f"the root mean square of its elements is {value:.2g}" in alarm.text for alarm in alarms)
+
+
+def test_units_whose_parameters_jump_are_named(tmp_path):
+    follower = alarms_of(
+        tmp_path, manifest(1, steps=7), lambda p, s, r, n, a: a * 1e4 if (p, s) == ("update", 5) else a
+    )
+    assert [(alarm.kind, alarm.step, alarm.subject) for alarm in follower.alarms if alarm.kind != Kind.RANKS] == [
+        (Kind.OPTIMIZER, 5, "parameters of "),
+        (Kind.OPTIMIZER, 5, "parameters of block"),
+    ]
+    for alarm, unit in zip(follower.alarms, ("(root)", "block"), strict=False):
+        assert alarm.text.startswith(f"step 5: the parameters of unit '{unit}' jump: their norm is ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "more"),
+    [
+        pytest.param((2,), ("embed",), "", id="one piece"),
+        pytest.param((2,), ("embed", "block.w"), "; and 1 more values of this step", id="one piece of each"),
+        pytest.param((2, 3), ("embed", "block.w"), "; and 3 more values of this step", id="two pieces of each"),
+    ],
+)
+def test_pieces_on_which_replicas_differ_are_counted(tmp_path, ranks, names, more):
+    apart = lambda p, s, r, n, a: a + 1 if (p, s) == ("update", 2) and r in ranks and n in names else a  # noqa: E731
+    (alarm,) = alarms_of(tmp_path, manifest(4, replicate=2), apart).alarms
+    assert alarm.step == 2 and alarm.text.startswith(
+        "step 2: the updated value of 'embed' differs between ranks 0, 2 by"
+    )
+    assert alarm.text.endswith(f"(relative){more}")
+
+
+def test_replicas_that_differ_by_rounding_are_a_note(tmp_path):
+    """One note, of the first step that shows it."""
+    apart = lambda p, s, r, n, a: np.nextafter(a, np.inf) if p == "update" and s and r == 2 else a  # noqa: E731
+    follower = alarms_of(tmp_path, manifest(4, replicate=2), apart)
+    assert follower.alarms == []
+    (note,) = [note for note in follower.notes if "rounding" in note]
+    assert note.startswith("step 1: the updated value of 'embed' ")
+
+
+def test_lost_updates_are_noted_and_others_raise_alarms(tmp_path, monkeypatch):
+    write_run(tmp_path, manifest())
+    moves = [
+        [UnexpectedMove("a", "is lost", True), UnexpectedMove("b", "moved"), UnexpectedMove("c", "is lost", True)],
+        [UnexpectedMove("d", "is lost", True)],
+        [UnexpectedMove("e", "moved"), UnexpectedMove("f", "moved"), UnexpectedMove("g", "moved")],
+    ]
+    monkeypatch.setattr(UpdateRule, "add", lambda _, recording, step: moves[step])
+    monkeypatch.setattr("crossframe.monitoring.alarm.QUIET_STEPS", 1)
+    follower = Follower(tmp_path)
+    follower.advance()
+    assert follower.notes == ["step 0: the parameter 'a' and 1 more is lost"]
+    assert follower.alarms == [
+        Alarm(Kind.OPTIMIZER, 0, "moved", "step 0: the parameter 'b' moved"),
+        Alarm(Kind.OPTIMIZER, 2, "moved", "step 2: the parameter 'e' and 2 more moved"),
+    ]

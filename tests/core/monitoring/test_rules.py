@@ -72,6 +72,51 @@ def test_losses_that_are_not_finite_end_the_comparison():
     losses = CURVE + NOISE
     losses[250], losses[251:] = math.nan, losses[251:] + 1.0
     assert alarms_of(losses) == {}
+    before = [1.0] * 15 + [3.0] * 10 + [math.inf]
+    assert last_text([*before, *[3.0] * 14]) == ""
+    assert last_text([*before, *[3.0] * 15]).startswith("the loss has diverged: the last 15 values")
+
+
+def last_text(losses):
+    """What the rule says of the last loss, after none before it was wrong."""
+    rule = LossRule()
+    *before, text = [rule.add(loss) for loss in losses]
+    assert not any(before)
+    return text
+
+
+def test_six_losses_above_sixty_four_are_a_jump():
+    """C(64 + 6, 6) = 131,115,985 orders, of which one is this one; C(64 + 5, 5) = 11,238,513."""
+    text = "the loss jumped: the last 6 values, 2 or more, all exceed the 64 before them, which are at most 1.5"
+    losses = [1.0, 0.5, 1.5] * 24
+    assert last_text([*losses, *[2.0] * 5]) == ""
+    assert last_text([*losses, *[2.0] * 6]) == text
+    assert last_text([9.0, *losses[-64:], *[2.0] * 6]) == text  # what is earlier does not count
+    assert last_text([*losses[-63:], *[2.0] * 6]) == text.replace("64", "63")
+    # Twice as far above the median of 1 as the largest of 1.5.
+    assert last_text([*losses, *[1.999] * 6]) == ""
+
+
+def test_a_jump_is_found_among_thirty_losses():
+    """C(17 + 13, 13) = 119,759,850; C(18 + 12, 12) = 86,493,225, and C(29, m) is at most 77,558,760."""
+    assert last_text([1.0] * 17 + [3.0] * 12) == ""
+    text = "the loss jumped: the last 13 values, 3 or more, all exceed the 17 before them, which are at most 1"
+    assert last_text([1.0] * 17 + [3.0] * 13) == text
+
+
+def test_a_jump_loses_a_twentieth_of_the_gain():
+    losses = [11.0] * 20 + [1.0] * 80  # a gain of 10, of which a twentieth is 0.5
+    assert last_text([*losses, *[1.499] * 6]) == ""
+    assert "the last 6 values, 1.5 or more" in last_text([*losses, *[1.5] * 6])
+    assert "the last 6 values, 1.01 or more" in last_text([*[1.0] * 70, *[1.01] * 6])  # nothing was gained
+
+
+def test_a_divergence_states_the_level_of_the_start():
+    assert last_text([1.0] * 15 + [3.0] * 14) == ""
+    assert last_text([1.0] * 15 + [3.0] * 15).startswith("the loss has diverged: the last 15 values, 3 or more")
+    losses = [1.0, 0.5, 1.5] * 5 + [1.2 + 0.1 * i for i in range(23)]  # 2 is twice as far above 1 as 1.5
+    text = "the loss has diverged: the last 15 values, 2 or more, all exceed the first 15 of the run, which are at most 1.5"
+    assert last_text(losses) == text
 
 
 def gradients(change, *, epsilon=None, steps=MIN_PAST_STEPS + 4):
@@ -130,6 +175,107 @@ def test_parameters_that_jump_are_found_and_those_that_grow_are_not():
         said(lambda step: 0.0 if step < 7 else 10.0 ** (step - 7))
     )  # zeros at first, then many steps of growth
     assert not any(said(lambda step: 2.0 if step < 8 else math.nan))
+
+
+def test_gradients_explode_at_a_hundred_times_the_largest():
+    def last(norms):
+        rule = GradientRule(None)
+        return [rule.add({"a": (norm, 1)}) for norm in norms][-1]
+
+    text = "explodes: its norm is 200, 100 times the largest of 5 earlier steps"
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 1.0, 200.0]) == {"a": text}
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 1.0, 199.9]) == {}
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 200.0]) == {}  # too few that are not zero
+
+
+@pytest.mark.parametrize(
+    ("other", "norm", "text"),
+    [
+        # A thousandth of the usual share of 0.6 is 6e-4.
+        pytest.param(1.0, 5.9e-4, "vanishes: it is 0.00059 of the norm of all gradients, and usually 0.6", id="share"),
+        pytest.param(1.0, 6.1e-4, "", id="larger share"),
+        # A tenth of the usual norm of 0.6, next to a unit that explodes.
+        pytest.param(1e3, 0.0599, "vanishes: it is 6e-05 of the norm of all gradients, and usually 0.6", id="norm"),
+        pytest.param(1e3, 0.06, "", id="a tenth of the norm"),
+    ],
+)
+def test_a_gradient_vanishes_by_its_share_and_norm(other, norm, text):
+    for earlier in (4, 5):
+        rule = GradientRule(None)
+        for _ in range(earlier):
+            assert rule.add({"a": (0.8, 1), "b": (0.6, 1)}) == {}
+        rule.add({"a": (other, 1), "b": (norm, 1)})
+        assert rule.add({"a": (other, 1), "b": (norm, 1)}).get("b", "") == (text if earlier == 5 else "")
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "found"),
+    [
+        pytest.param(1.01e-5, 0.99e-8, True, id="vanishes"),
+        pytest.param(0.99e-5, 0.99e-8, False, id="not a thousand epsilon elsewhere"),
+        pytest.param(1.01e-5, 1.01e-8, False, id="not less than epsilon"),
+    ],
+)
+def test_root_mean_squares_are_compared_with_epsilon(large, small, found):
+    rule = GradientRule(1e-8)
+    units = {"a": (2 * large, 4), "b": (3 * small, 9)}  # the norm of n elements is sqrt(n) times as large
+    assert rule.add(units) == {}
+    text = (
+        "vanishes: the root mean square of its elements is 9.9e-09, less than the optimizer's epsilon of 1e-08, and 1e-05 in "
+        "another unit"
+    )
+    assert rule.add(units) == ({"b": text} if found else {})
+
+
+def test_what_is_usual_is_of_sixty_four_steps():
+    def said(small):
+        rule = GradientRule(None)
+        for share in [1.0] * 33 + [0.01] * small:
+            rule.add({"a": (1.0, 1), "b": (share, 1)})
+        rule.add({"a": (1.0, 1), "b": (1e-6, 1)})
+        return rule.add({"a": (1.0, 1), "b": (1e-6, 1)})["b"]
+
+    assert said(31).endswith("usually 0.71")  # 33 of 64: 1 / sqrt(2)
+    assert said(32).endswith("usually 0.36")  # 32 of 64: the mean with 0.01
+    assert said(33).endswith("usually 0.01")
+
+
+def test_steps_without_finite_gradients_are_not_remembered():
+    rule = GradientRule(None)
+    for norm in (1.0, 0.0, math.inf, 1.0, 0.0, 1.0, 0.0, 1.0):
+        assert rule.add({"a": (norm, 1), "b": (norm, 0)}) == {}
+    assert rule.add({"a": (100.0, 1)}) == {}
+    rule.add({"a": (1.0, 1)})
+    assert set(rule.add({"a": (1e4, 1)})) == {"a", "b"}
+
+
+def test_parameters_jump_at_a_hundred_times_the_largest():
+    def last(norms):
+        rule = ParameterRule()
+        return [rule.add({"a": norm}) for norm in norms][-1]
+
+    text = (
+        "jump: their norm is 200, 100 times the largest of 5 earlier steps: something else than the optimizer wrote to them, or "
+        "training diverges"
+    )
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 1.0, 200.0]) == {"a": text}
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 1.0, 199.9]) == {}
+    assert last([1.0, 2.0, 1.0, 0.0, 1.0, 200.0]) == {}
+
+
+def test_kinds_of_alarms_are_words_in_json():
+    kinds = ["not finite", "ranks disagree", "baseline", "loss", "gradient", "optimizer"]
+    assert [Alarm(kind, 7, "block", "a text").to_json() for kind in Kind] == [
+        {"kind": kind, "step": 7, "subject": "block", "text": "a text"} for kind in kinds
+    ]
+
+
+def test_alarms_are_raised_again_after_sixty_four_steps():
+    for pause, raised in ((63, []), (64, [72])):
+        ongoing = AlarmFilter()
+        alarms = {step: [Alarm(Kind.LOSS, step, "", "")] * 2 for step in (7, 8, 8 + pause)}
+        found = [ongoing.new(step, [Kind.LOSS], alarms.get(step, [])) for step in range(100)]
+        assert [alarm.step for each in found for alarm in each] == [7, *raised]
 
 
 def test_an_alarm_that_goes_on_is_raised_once_and_again_after_a_pause():

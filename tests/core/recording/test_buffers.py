@@ -54,6 +54,16 @@ def test_a_buffer_that_the_model_drops_is_not_its_first_value(tmp_path):
     assert [recording.has_buffer(step, "mean") for step in (-1, 0, 1, 2)] == [True, True, True, False]
 
 
+def test_buffers_of_one_rank_are_not_of_all(tmp_path):
+    def own(step, rank):
+        return {"mean": np.full(3, float(step))} if rank == 1 else {}
+
+    recording = synthetic.record(tmp_path / "run", buffers=own)
+    assert (recording.initial_buffers(), recording.buffers(0)) == ([], ["mean"])
+    assert not any(recording.has_buffer(step, "mean") for step in (-1, 0, 1, 2))
+    assert recording.buffer(1, 1, "mean").tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("detail", ["full", "sketch"])
 def test_a_constant_takes_room_once(tmp_path, detail):
     made = synthetic.manifest(detail=detail)

@@ -8,10 +8,13 @@ import pytest
 
 from crossframe.dtypes import numpy_dtype
 from crossframe.errors import RecordingError, UsageError
+from crossframe.layout import PerParamLayout
+from crossframe.param_map import identity_map
+from crossframe.params import ParamSpec
 from crossframe.recording import Manifest, Recording, RecordingWriter, Schedule, create_recording
 from crossframe.recording.progress import Progress
 from crossframe.recording.recorded_steps import window_of
-from crossframe.trace import summary
+from crossframe.trace import Event, summary
 from tests.core.helpers import synthetic
 
 
@@ -91,6 +94,21 @@ def test_microbatches_are_stated_or_recorded(tmp_path, stated, recorded, num):
     assert Recording.open(tmp_path).num_microbatches == num
 
 
+@pytest.mark.parametrize(("most", "world_size", "kept"), [(64, 1, 64), (1, 2, 6)])
+def test_files_and_ranges_of_last_steps_are_kept(tmp_path, monkeypatch, most, world_size, kept):
+    """64 files, or those of three steps; what steps of equal structure share is one object."""
+    steps = kept // world_size + 2
+    if most != 64:
+        monkeypatch.setattr("crossframe.recording.reader._OPEN_FILES", most)
+    recording = synthetic.record(
+        tmp_path, synthetic.manifest(world_size, steps=steps, schedule=Schedule(dense=1, every=1))
+    )
+    values = [recording.full("update", step, "embed") for step in range(steps)]
+    assert list(recording._files) == [(rank, step) for step in range(2, steps) for rank in range(world_size)]
+    assert list(recording._ranges) == list(range(steps - 4, steps)) and len(recording._kinds) == 2
+    assert np.array_equal(recording.full("update", 0, "embed"), values[0])
+
+
 def test_a_view_of_other_steps_has_its_own_microbatches(tmp_path):
     """As when a recording is followed while it is written."""
     made = synthetic.manifest(1, schedule=Schedule(dense=3, every=1))
@@ -109,6 +127,31 @@ def test_a_view_of_other_steps_has_its_own_microbatches(tmp_path):
     assert (first.num_microbatches, first.first_step_with_activations) == (1, None)
     assert set(first.backward_order) == set(made.params)
     assert first.with_num_steps(3).num_microbatches == 3
+
+
+def test_backward_reverses_units_and_parameters(tmp_path):
+    recording = synthetic.record(tmp_path)
+    assert recording.backward_order == ["block.k_bias", "block.w", "bias", "embed"]
+    assert Recording.open(tmp_path).with_num_steps(0).backward_order == recording.backward_order
+
+
+def test_backward_begins_with_root_modules_after_the_units(tmp_path):
+    units = {"": ("embed.w", "norm.w", "head.w", "head.b"), "block": ("block.b.w", "block.a.w")}
+    layouts = {unit: PerParamLayout(tuple(ParamSpec(name, (2,)) for name in names), 1) for unit, names in units.items()}
+    names = [name for each in units.values() for name in each]
+    made = synthetic.manifest(1, steps=1, units=tuple(layouts.items()), param_map=identity_map(names))
+    create_recording(tmp_path, made)
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        writer.batch(0, synthetic.digest(""), [0])
+        writer.loss(0, 0.5)
+        for module in ("embed", "block.a", "block.b", "block", "norm", "head", ""):
+            writer.activation(0, 0, module, "output", np.ones(2))
+        for unit, layout in layouts.items():
+            writer.updated(0, unit, {spec.name: (0, 2, np.ones(2, np.float32)) for spec in layout.params})
+        writer.end_step(0)
+    # Of the block, whose modules forward calls, the last one that it calls is first.
+    expected = ["head.b", "head.w", "norm.w", "block.b.w", "block.a.w", "embed.w"]
+    assert Recording.open(tmp_path).backward_order == expected
 
 
 def test_the_manifest_comes_back(tmp_path):
@@ -250,3 +293,26 @@ def test_no_progress_is_shown_where_no_file_can_be(tmp_path):
 def test_a_window_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match=f"as in 500:510, got '{text}'"):
         window_of(text)
+
+
+@pytest.mark.parametrize(("num", "repeated"), [(4, 4), (5, 0)])
+def test_four_structures_of_steps_are_remembered(tmp_path, num, repeated):
+    made = synthetic.manifest(1, steps=2 * num)
+    create_recording(tmp_path, made)
+    event = Event("all_gather", "", "forward", "float64", 8, (0,))
+    with RecordingWriter(tmp_path, made, 0) as writer:
+        for step in range(2 * num):
+            writer.batch(step, synthetic.digest(""), [])
+            writer.loss(step, 1.0)
+            writer.collectives(step, [event] * (1 + step % num))
+            writer.end_step(step)
+    assert (tmp_path / "rank00000" / "events.jsonl").read_text().count('"as": ') == repeated
+    recording = Recording.open(tmp_path)
+    assert [len(recording.collectives(step, 0)) for step in range(2 * num)] == [*range(1, num + 1)] * 2
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, 0.5])
+def test_a_learning_rate_may_be_zero_or_unknown(tmp_path, rate):
+    made = synthetic.manifest(learning_rate=rate)
+    create_recording(tmp_path, made)
+    assert Manifest.read(tmp_path).learning_rate == rate

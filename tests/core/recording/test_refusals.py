@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossframe.errors import RecordingError
+from crossframe.errors import ParamError, RecordingError
 from crossframe.layout import FlatLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
@@ -115,6 +115,11 @@ def test_a_rank_that_is_missing(directory):
     assert Recording.open(directory, partial=True).num_steps == 0
 
 
+def test_the_first_four_missing_ranks_are_named(tmp_path):
+    create_recording(tmp_path, synthetic.manifest(6))
+    refused(r"expected 6 ranks, but rank00000, rank00001, rank00002, rank00003 left no events\.jsonl; copy", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
@@ -142,7 +147,11 @@ def test_a_rank_that_is_missing(directory):
         ),
         ('"bucket": 0', '"bucket": -1', r"expected bytes and ranks as ints of at least 0, got \{'kind'"),
         ('{"event": "step", "step": 0,', '{"event": "step", "step": 1,', r"expected step 0 of 3, got 1"),
-        ('{"event": "end", "steps": 3,', '{"event": "end", "steps": 4,', r"expected the end after 3 whole steps"),
+        (
+            '{"event": "end", "steps": 3,',
+            '{"event": "end", "steps": 4,',
+            r"expected the end after 4 whole steps, got it after 3",
+        ),
         ('"manifest": "', '"manifest": "0', r"written by another manifest"),
         (
             '{"event": "begin"',
@@ -517,6 +526,15 @@ def test_a_large_activation_in_an_unknown_order_is_sketched_in_both(tmp_path, mo
     assert recording.activation_sketch(*of[0]).equals(sketches_of([large])[0])
     assert view.activation_sketch(*of[0]).equals(sketches_of([channels_first(large)])[0])
     np.testing.assert_array_equal(view.activation(*of[1]), channels_first(small))
+
+
+@pytest.mark.parametrize("order", [Order.TORCH, Order.UNSTATED])
+def test_large_integers_are_not_sketched(tmp_path, monkeypatch, order):
+    monkeypatch.setattr("crossframe.recording.manifest.WHOLE", 20)
+    made = synthetic.manifest(1, steps=1, detail="sketch")
+    create_recording(tmp_path, made)
+    with pytest.raises(ParamError, match="unknown dtype 'int64'"), RecordingWriter(tmp_path, made, 0) as writer:
+        writer.activation(0, 0, "block", "input", np.zeros((2, 5, 3), np.int64), order=order)
 
 
 def test_a_window_makes_steps_dense(tmp_path):

@@ -56,3 +56,25 @@ def test_a_file_has_eight_bytes_for_each_element():
     assert Sample.from_items(few, 5, 8).places.tolist() == [5, 6, 7]
     with pytest.raises(ValueError, match="other places"):
         Sample.from_items(few, 5, 7)
+
+
+def test_a_sample_with_too_many_elements_is_refused():
+    items = sample_of(np.arange(1.0, 101.0)).to_items(0)
+    assert len(items) == 1 + 64 and Sample.from_items(items, 0, 100).limit == 64.0
+    with pytest.raises(ValueError, match="expected a sample of elements 0:100, got other places"):
+        Sample.from_items(np.append(items, items[-1]), 0, 100)
+
+
+def test_elements_that_come_late_are_sampled():
+    """The first of several chunks has fewer elements that are not zero than a sample."""
+    array = np.zeros(100_000, np.float32)
+    array[[5, 35_000, 90_000]] = 1.0, -2.0, 3.0
+    found = sample_of(array)
+    assert (found.places.tolist(), found.values.tolist()) == ([5, 35_000, 90_000], [1.0, -2.0, 3.0])
+    assert (found.limit, found.least) == (np.inf, 1.0)
+
+
+def test_a_sample_within_a_limit_has_the_nearer_limit():
+    whole = sample_of(np.array([1.0, -2.0, 3.0]))
+    near = whole.within(2.0)
+    assert (near.places.tolist(), near.limit, near.within(9.0).limit, whole.within(9.0).limit) == ([0], 2.0, 2.0, 9.0)

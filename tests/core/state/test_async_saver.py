@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from crossframe.checkpoint import MODEL, AsyncSaver, CheckpointError, Contents, read, writing
+from crossframe.checkpoint import MODEL, AsyncSaver, CheckpointError, Contents, async_saver, read, writing
 from crossframe.errors import AgreementError
 from tests.core.helpers.checkpoints import ThreadProcess, contents_of, line_of, made, writing_waits
 
@@ -26,16 +27,58 @@ def test_values_are_copied_before_save_returns(tmp_path):
     sharding = made("flat", 1)
     process, expected = ThreadProcess(0, threading.Barrier(1), {}), line_of(sharding, 0, padding=0)
     values, count = line_of(sharding, 0, padding=42), np.array(3)
-    own = Contents({MODEL: sharding}, {"count": count}, [0], lambda place: {MODEL: [values]})
+    readers = []  # the threads that read values
+
+    def lines(place):
+        readers.append(threading.current_thread())
+        return {MODEL: [values]}
+
+    own = Contents({MODEL: sharding}, {"count": count}, [0], lines)
     saver = AsyncSaver()
     with writing_waits():
         saver.save(tmp_path / "c", process, lambda: own, {"step": 1})
         values[:], count[...] = 0, 4  # as the next step does, in place
         assert saver.is_saving and not (tmp_path / "c").exists()
     saver.wait()
+    assert readers == [threading.main_thread()]
     saved = read(tmp_path / "c")
     np.testing.assert_array_equal(saved.lines(MODEL, sharding, 0)[0], expected)
     assert saved.value("count") == 3 and saved.about == {"step": 1} and not saver.is_saving
+
+
+def test_a_save_is_waited_for_once(tmp_path):
+    titles = []
+
+    class Counted(ThreadProcess):
+        def together(self, title, act):
+            titles.append(title)
+            return super().together(title, act)
+
+    sharding = made("flat", 1)
+    process, saver = Counted(0, threading.Barrier(1), {}), AsyncSaver()
+    saver.wait()
+    saver.save(tmp_path / "c", process, lambda: contents_of(sharding, process))
+    for _ in range(2):
+        saver.wait()
+        assert len(titles) == 3 and not saver.is_saving
+    with pytest.raises(CheckpointError, match="expected nothing there"):
+        saver.save(tmp_path / "c", process, lambda: contents_of(sharding, process))
+    saver.wait()
+    assert len(titles) == 4
+
+
+@pytest.mark.parametrize(("main_is_alive", "looks"), [(True, 10), (False, 4)])
+def test_an_ended_process_waits_for_a_while(monkeypatch, main_is_alive, looks):
+    """A look at the clock is 20 seconds after the one before; 60 seconds later it is too late."""
+    pauses, times, main = [], iter(range(20, 1000, 20)), SimpleNamespace(is_alive=lambda: main_is_alive)
+    monkeypatch.setattr(async_saver, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(async_saver, "threading", SimpleNamespace(main_thread=lambda: main))
+    pending = object.__new__(async_saver._Pending)
+    pending._save = SimpleNamespace(is_written=lambda: len(pauses) == 10)
+    pending._all_are_written = SimpleNamespace(wait=pauses.append)
+    pending._is_cancelled = False
+    assert pending._await_others() is main_is_alive
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0][:looks]
 
 
 def test_a_checkpoint_of_several_processes_is_complete_without_wait(tmp_path):

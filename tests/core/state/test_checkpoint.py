@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from crossframe.checkpoint import (
     write_rank,
 )
 from crossframe.checkpoint.index import digest_of, unit_from_json, unit_to_json
+from crossframe.checkpoint.writing import Save
 from crossframe.layout import FlatLayout, PerParamLayout, RaggedLayout, Sharding
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
@@ -273,6 +275,25 @@ def test_nothing_that_is_not_a_checkpoints_is_deleted(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_links_and_folders_named_like_files_stay(tmp_path, kind):
+    path, other = saved(tmp_path / "c", made("flat", 1)), tmp_path / "mine"
+    other.write_text("years of work")
+    entry = path / "rank00007.safetensors"
+    entry.symlink_to(other) if kind == "link" else entry.mkdir()
+    with pytest.raises(CheckpointError, match=r"nothing else, got 'rank00007\.safetensors'; nothing was deleted"):
+        remove(path)
+    assert sorted(each.name for each in path.iterdir()) == [
+        "index.json",
+        "rank00000.safetensors",
+        "rank00007.safetensors",
+    ]
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(CheckpointError, match="nothing else, got a link; nothing was deleted"):
+        remove(tmp_path / "link")
+    assert other.read_text() == "years of work"
+
+
 def test_what_its_writer_told_of_it_is_given_back_and_what_json_has_not_is_refused(tmp_path):
     about = {"step": 3, "settings": {"clip": 0.5, "layout": None}}
     check_about(about)
@@ -308,6 +329,83 @@ def test_a_lost_file_is_told_with_the_parameters_that_were_in_it(tmp_path):
     assert [read(path).complaint(name) for name in read(path).files] == ["", "is missing"]
     with pytest.raises(CheckpointError, match=r"what rank 1 held of 'w', 'b'\. Restore the file from a copy"):
         read(path).lines(MODEL, made("flat", 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("num", "listed"), [(5, "'p0', 'p1', 'p2', 'p3', 'p4'"), (7, "'p0', 'p1', 'p2', 'p3', 'p4' and 2 more")]
+)
+def test_five_parameters_of_a_lost_file_are_named(tmp_path, num, listed):
+    layout = PerParamLayout(tuple(ParamSpec(f"p{i}", (2,)) for i in range(num)), 1)
+    sharding, path = Sharding((("", layout),), MeshSpec(1)), tmp_path / "c"
+    token = begin(path)
+    write_rank(path, token, 0, {MODEL: sharding}, {MODEL: [np.zeros(layout.padded_shard_numel, np.float32)]})
+    finish(path, token, {MODEL: sharding})
+    (path / "rank00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"what rank 0 held of {listed}\. Restore"):
+        read(path).lines(MODEL, sharding, 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names descriptors by /proc")
+def test_checkpoints_are_on_disk_before_they_are_named(tmp_path, monkeypatch):
+    synced, path = [], tmp_path / "c"
+
+    def fsync(descriptor):
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sharding = made("flat", 2)
+    token = written(path, sharding)
+    finish(path, token, {MODEL: sharding})
+    names = ["rank00000.safetensors", "rank00001.safetensors", "index.json", f"writing-c-{token}"]
+    assert synced == [*((name, False) for name in names), (tmp_path.name, True)]
+
+
+def test_names_of_checkpoints_may_have_several_lines(tmp_path):
+    begin(tmp_path / "a\nb")
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_may_be_strings(tmp_path):
+    sharding, path = made("flat", 1), str(tmp_path / "c")
+    token = begin(path)
+    write_rank(path, token, 0, {MODEL: sharding}, {MODEL: [line_of(sharding, 0, 0)]})
+    finish(path, token, {MODEL: sharding})
+    assert read(path).path == Path(path)
+    remove(path)
+    with pytest.raises(CheckpointError, match=r"c: cannot be deleted \(No such file or directory\); make space"):
+        remove(path)
+
+
+def test_an_index_that_is_no_object_is_refused(tmp_path):
+    path = saved(tmp_path / "c", made("flat", 1))
+    for content in ([], "model", None):
+        (path / "index.json").write_text(json.dumps({"content": content, "sha256": digest_of(content)}))
+        with pytest.raises(CheckpointError, match=r"index\.json: has other content than was written"):
+            read(path)
+
+
+def test_the_first_process_alone_abandons_its_own_folder(tmp_path):
+    (tmp_path / "writing-c-").mkdir()
+    first, second = (SimpleNamespace(is_first=each) for each in (True, False))
+    Save(tmp_path / "c", first, None).abandon()
+    each = Save(tmp_path / "c", second, None)
+    each.token = begin(tmp_path / "c")
+    each.abandon()
+    folders = {"writing-c-", f"writing-c-{each.token}"}
+    assert {path.name for path in tmp_path.iterdir()} == folders
+    each.processes = first
+    each.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["writing-c-"]
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(None, "bfloat16"), ("float16", "float16")])
+def test_state_is_aligned_as_its_parameters(stated, expected):
+    params = (ParamSpec("w", (17,), "bfloat16"), ParamSpec("b", (7,), "bfloat16"))
+    layout = FlatLayout(params, 2, True, stated)
+    kept = state_layout(layout, "exp_avg", "float32")
+    assert (kept.compute_dtype, kept.dtype) == (expected, "float32")
+    assert kept.padded_shard_numel == layout.padded_shard_numel
 
 
 def test_what_the_disk_refuses_and_what_is_no_path_are_named(tmp_path):

@@ -1,12 +1,15 @@
 """Activations of two world sizes are held against one another sample by sample."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from crossframe.recording import Recording
+from crossframe.recording.batches import Batch
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.aligned_samples import aligned, rows_of, unmatched
+from crossframe.verdict.measure.aligned_samples import Rows, aligned, in_place, rows_of, unmatched
 from tests.core.helpers import synthetic
 
 
@@ -156,3 +159,107 @@ def test_samples_in_another_order_on_a_rank_agree(tmp_path):
         )
     wrong = run(tmp_path / "c", 2, tamper=swapped)
     assert compare(a, wrong).verdict is Verdict.BUG
+
+
+class Fed:
+    """What alignment reads of a recording at step 1: batches by rank, and activations by rank and (microbatch, module, use)."""
+
+    def __init__(self, batches, arrays=({},)):
+        self.manifest = SimpleNamespace(world_size=len(batches))
+        self._batches, self._arrays = batches, arrays
+
+    def batch(self, step, rank):
+        assert step == 1
+        return self._batches[rank]
+
+    def activations(self, step):
+        assert step == 1
+        return list(self._arrays[0])
+
+    def activation(self, step, rank, *at):
+        return self._arrays[rank][at]
+
+    def activation_shape(self, step, rank, *at):
+        return self.activation(step, rank, *at).shape
+
+    def activation_sketch(self, step, rank, *at):
+        return None
+
+
+def of_ids(*ids):
+    return [Batch("", each) for each in ids]
+
+
+def outputs(*microbatches, module="h"):
+    """The outputs of a module for samples of these ids: one element for each, its id."""
+    return {(i, module, "output"): np.array(ids, float).reshape(-1, 1) for i, ids in enumerate(microbatches)}
+
+
+def test_samples_are_located_by_rank_microbatch_and_row():
+    run = Fed(of_ids((5, 6, 7, 8), (9, 5, 3, 4)), [outputs((), ()), {}])
+    ids = [[(5, 6), (7, 8)], [(9, 5), (3, 4)]]
+    place = {5: (0, 0, 0), 6: (0, 0, 1), 7: (0, 1, 0), 8: (0, 1, 1), 9: (1, 0, 0), 3: (1, 1, 0), 4: (1, 1, 1)}
+    assert rows_of(run, 1) == Rows(ids, place)
+    numbered = rows_of(run, 1, numbered=True)
+    assert numbered is not None and numbered.ids == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
+    assert list(numbered.place) == list(range(8))
+    for ids in ((5, 6, 7), ()):
+        assert rows_of(Fed(of_ids((1, 2), ids), [outputs((), ()), {}]), 1) is None
+
+
+def test_samples_are_aligned_across_ranks_and_microbatches():
+    a = Fed(of_ids((1, 2, 3, 4)), [outputs((1, 2), (3, 4))])
+    b = Fed(of_ids((4, 2), (3, 1)), [outputs((4,), (2,)), outputs((3,), (1,))])
+    found = [(at, rank, ours.tolist(), theirs.tolist()) for at, rank, ours, theirs in aligned(a, b, 1)]
+    assert found == [
+        ((0, "h", "output"), 0, [[1.0], [2.0]], [[1.0], [2.0]]),
+        ((1, "h", "output"), 0, [[3.0], [4.0]], [[3.0], [4.0]]),
+    ]
+    assert [each[0][0] for each in aligned(b, a, 1)] == [0, 0, 1, 1]
+
+
+def test_samples_that_one_side_lacks_are_left_out():
+    a = Fed(of_ids((1, 2, 3, 4)), [outputs((1, 2), (3, 4)) | outputs((1, 2), (3, 4), module="more")])
+    fewer = Fed(of_ids((1, 2, 3, 5)), [outputs((1, 2), (3, 5))])
+    assert [(at, rank) for at, rank, *_ in aligned(a, fewer, 1)] == [((0, "h", "output"), 0)]
+    arrays = outputs((1, 2), (3, 4))
+    del arrays[0, "h", "output"]
+    assert [(at, rank) for at, rank, *_ in aligned(a, Fed(of_ids((1, 2, 3, 4)), [arrays]), 1)] == [
+        ((1, "h", "output"), 0)
+    ]
+    wider = {at: np.repeat(array, 2, axis=1) for at, array in outputs((1, 2), (3, 4)).items()}
+    assert list(aligned(a, Fed(of_ids((1, 2, 3, 4)), [wider]), 1)) == []
+
+
+def test_numbers_are_not_aligned_by_samples():
+    arrays = outputs((1, 2), (3, 4)) | {(i, "loss", "output"): np.array(1.0) for i in (0, 1)}
+    run = Fed(of_ids((1, 2, 3, 4)), [arrays])
+    assert {at[1] for at, *_ in aligned(run, run, 1)} == {"h"}
+
+
+X, Y, Z = (1, 1), (2, 2), (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        pytest.param(((5, 6), (X,)), ((7, 8), (X, Y)), True, id="further array"),
+        pytest.param(((5, 6), (X,)), ((7, 8), (X,)), False, id="as many arrays"),
+        pytest.param(((5, 6), (Z,)), ((7, 8), (X, Y)), False, id="another array"),
+        pytest.param(((5, 5), (X,)), ((7, 8), (X, Y)), False, id="equal samples in a"),
+        pytest.param(((5, 6), (X,)), ((7, 7), (X, Y)), False, id="equal samples in b"),
+        pytest.param(((5, 5), (X,)), ((7, 7), (X, Y)), False, id="equal samples"),
+    ],
+)
+def test_samples_beside_a_further_array_keep_their_order(first, second, same):
+    ranks = [Batch("", (1, 2), (X,)), Batch("", *first)], [Batch("", (3, 4), (X, Y)), Batch("", *second)]
+    a, b = (Fed(batches, [outputs(()), {}]) for batches in ranks)
+    assert in_place(a, b, 1) is in_place(b, a, 1) is same
+    more = Fed(ranks[1], [outputs((), ()), {}])  # another number of microbatches
+    assert not in_place(a, more, 1) and not in_place(a, Fed(ranks[1][1:], [outputs(())]), 1)
+
+
+def test_samples_beside_a_further_array_align_in_order():
+    a = Fed([Batch("", (1, 2, 3, 4), (X,))], [outputs((1, 2), (3, 4))])
+    b = Fed([Batch("", (5, 6, 7, 8), (X, Y))], [outputs((1, 2, 3, 4))])
+    assert [theirs.tolist() for *_, theirs in aligned(a, b, 1)] == [[[1.0], [2.0]], [[3.0], [4.0]]]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from crossframe.baseline.condense import condense
-from crossframe.recording import Recording
+from crossframe.recording import Recording, RecordingWriter
 from crossframe.recording.event_format import UPDATE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.buffers import averaged_parameter
+from crossframe.verdict.measure.buffers import averaged_parameter, buffers_of, differing_at_first, has_before
+from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.one_naming import in_one_naming
 from crossframe.verdict.perturbed_runs.spread import MEASURES
 from tests.core.helpers import synthetic
@@ -254,7 +255,7 @@ def amplified(seed):
     return tamper
 
 
-def average(tmp_path, name, of, *, error=0.0, start=0.0, seed=0):
+def average(tmp_path, name, of, made=None, *, error=0.0, start=0.0, seed=0):
     """A run with a moving average of a parameter; `start` is added to its initial value, and `error` after each step."""
     right = synthetic.record(tmp_path / f"{name} before", tamper=amplified(seed))
 
@@ -264,7 +265,7 @@ def average(tmp_path, name, of, *, error=0.0, start=0.0, seed=0):
             value = value + 0.25 * (right.full("update", at, of) - value)
         return {"average": value + (error if step >= 0 else 0.0)}
 
-    return synthetic.record(tmp_path / name, buffers=buffers, tamper=amplified(seed))
+    return synthetic.record(tmp_path / name, made, buffers=buffers, tamper=amplified(seed))
 
 
 def test_an_average_of_a_parameter_is_known_by_its_values(tmp_path):
@@ -284,6 +285,84 @@ def test_a_parameter_that_has_not_moved_has_no_average(tmp_path):
 
     run = synthetic.record(tmp_path / "run", buffers=lambda step, _: {"mean": initial + (step + 1.0)}, tamper=still)
     assert averaged_parameter(run, 0, 0, "mean") is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "along", "across", "of"),
+    [
+        pytest.param(0.25, 0.0, 0.8, "embed", id="off by rounding"),
+        pytest.param(0.25, 0.0, 1.2, None, id="off by more than rounding"),
+        pytest.param(0.0, 0.8, 0.0, None, id="moved by rounding"),
+        pytest.param(0.0, 1.2, 0.0, "embed", id="moved by more than rounding"),
+    ],
+)
+def test_an_average_is_known_up_to_four_roundings(tmp_path, rate, along, across, of):
+    """Of its value before and of the parameter."""
+    run = synthetic.record(tmp_path / "run")
+    before, value = (run.full(phase, 0, "embed").reshape(-1) for phase in ("parameters", "update"))
+    moved = value - before
+    axes = np.linalg.qr(np.stack([moved, np.ones(12)], axis=1))[0]
+    error = 4 * 2.0**-53 * (np.linalg.norm(before) + np.linalg.norm(value))
+    after = before + rate * moved + error * axes @ [np.sign(axes[:, 0] @ moved) * along, across]
+    values = {-1: before.reshape(4, 3)}
+    found = synthetic.record(tmp_path / "average", buffers=lambda step, _: {"b": values.get(step, after.reshape(4, 3))})
+    assert averaged_parameter(found, 0, 0, "b") == of
+
+
+@pytest.mark.parametrize("write", ["parameters", "updated"])
+def test_an_average_needs_a_recorded_parameter(tmp_path, monkeypatch, write):
+    monkeypatch.setattr(RecordingWriter, write, lambda *args: None)
+    run = synthetic.record(
+        tmp_path / "run", buffers=lambda step, _: {"b": synthetic.initial("embed", "float64") * (step + 2)}
+    )
+    assert averaged_parameter(run, 0, 0, "b") is None
+
+
+def test_a_buffer_of_another_shape_is_no_average(tmp_path):
+    run = average(tmp_path, "run", "embed")
+    buffers = {step: run.buffer(step, 0, "average").reshape(-1) for step in (-1, 0, 1, 2)}
+    flat = synthetic.record(tmp_path / "flat", buffers=lambda step, _: {"b": buffers[step]}, tamper=amplified(0))
+    assert averaged_parameter(run, 0, 0, "average") == "embed" and averaged_parameter(flat, 0, 0, "b") is None
+
+
+def test_an_average_has_the_scale_of_its_parameter(tmp_path):
+    """The largest of its norm, the norm of the parameter's total update, and what Adam may move it by."""
+    for rate, moves in ((10.0, 10.0 * 3 * math.sqrt(12)), (None, 0.0)):
+        run = average(tmp_path, str(rate), "embed", synthetic.manifest(learning_rate=rate))
+        ((made, _),) = buffers_of(Pair(run, run), 2)
+        size = np.linalg.norm(run.buffer(2, 0, "average"))
+        update = np.linalg.norm(run.full("update", 2, "embed") - run.full("parameters", 0, "embed"))
+        assert size > update and made.scale == pytest.approx(max(size, moves), rel=1e-15)
+
+
+def test_a_buffer_has_the_scale_of_its_module(tmp_path):
+    values = {"block.a": [3.0, 4.0], "block.b": [0.0, 7.0], "block.c": [9.0], "other.d": [6.0, 8.0], "top": [8.0, 0.0]}
+    run = recorded(
+        tmp_path, "run", lambda step, _: {name: np.array(value) * (step + 1) for name, value in values.items()}
+    )
+    scales = {group[0].name: group[0].scale for group in buffers_of(Pair(run, run), 0)}
+    assert scales == {"block.a": 7.0, "block.b": 7.0, "block.c": 9.0, "other.d": 10.0, "top": 8.0}
+
+
+def test_a_buffer_is_known_before_in_its_shape(tmp_path):
+    grows = recorded(tmp_path, "run", lambda step, _: {"b": np.zeros(max(2, step + 1)) + step})
+    assert [has_before(grows, before, 1, "b") for before in (-2, -1, 0, 1, 2, 3)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not has_before(grows, -1, 2, "b") and not has_before(grows, 0, 0, "c")
+
+
+@pytest.mark.parametrize(("share", "differs"), [(0.99, False), (1.01, True)])
+def test_first_values_differ_by_more_than_the_bound(tmp_path, share, differs):
+    first = {"b": np.array([3.0, 4.0]), "c": np.ones(2), "alone": np.ones(1)}
+    other = {"c": np.ones(3), "b": np.array([3.0, 4.0 + share * 1e-11 * 5.0])}
+    a, b = (recorded(tmp_path, name, lambda step, _, own=own: own) for name, own in (("a", first), ("b", other)))
+    assert differing_at_first(Pair(a, b)) == differing_at_first(Pair(b, a)) == (["b"] if differs else [])
 
 
 def test_an_average_is_judged_as_its_parameter(tmp_path):

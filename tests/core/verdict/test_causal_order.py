@@ -9,9 +9,9 @@ import pytest
 from crossframe.errors import RecordingError
 from crossframe.layout import PerParamLayout
 from crossframe.recording import Recording, RecordingWriter, Schedule
-from crossframe.recording.event_format import FORWARD, STATE
+from crossframe.recording.event_format import FORWARD, REDUCE, STATE, UPDATE
 from crossframe.verdict import Verdict, bounds_for, compare
-from crossframe.verdict.measure.causal_order import walk
+from crossframe.verdict.measure.causal_order import ALL, quantity_of, walk
 from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import faulty, synthetic
 from tests.core.helpers.quantities import other_specs
@@ -181,6 +181,28 @@ def test_an_update_that_one_side_has_not_is_an_error(tmp_path, monkeypatch):
     for a, b in ((full, lacking), (lacking, full)):
         with pytest.raises(RecordingError, match="embed"):
             compare(a, b)
+
+
+def test_phases_are_walked_as_asked(tmp_path):
+    def buffers(step, rank):
+        return {"mean": np.full(2, float(step))}
+
+    every = synthetic.record(tmp_path / "a", synthetic.manifest(schedule=Schedule(dense=3, every=1)), buffers=buffers)
+    for phase in ALL:
+        assert {group[0].phase for group in walk(Pair(every, every), (phase,), [0])} == {phase}
+    second = synthetic.record(tmp_path / "b", synthetic.manifest(schedule=Schedule(dense=1, every=2)))
+    for pair in (Pair(every, second), Pair(second, every)):
+        assert {group[0].phase for group in walk(pair, steps=[1])} == {"parameters", "forward", "norm"}
+
+
+def test_one_quantity_is_that_of_the_walk(tmp_path):
+    both = Pair(*pair(tmp_path))
+    walked = {(q.phase, q.name): q for group in walk(both, steps=[1]) for q in group}
+    for phase, use, name in ((REDUCE, "", "bias"), (STATE, "exp_avg", "exp_avg of bias"), (UPDATE, "", "bias")):
+        found, expected = quantity_of(both, phase, 1, "bias", use), walked[phase, name]
+        assert found is not None and (found.phase, found.name, found.scale) == (phase, name, expected.scale)
+        assert np.array_equal(found.a, expected.a)
+    assert quantity_of(both, STATE, 1, "bias", "none") is quantity_of(both, UPDATE, 1, "none", "") is None
 
 
 # By what it is measured.
@@ -621,3 +643,81 @@ def test_an_activation_is_missing_in_each_microbatch_whose_loss_differs(tmp_path
     b = synthetic.record(tmp_path / "b", synthetic.manifest(framework="jax"), tamper=changes)
     groups = walk(Pair(a, b), (FORWARD,), range(1))
     assert [group[0].microbatch for group in groups if (group[0].module, group[0].use) == ("", "output")] == [0, 1]
+
+
+TURNS = {"block.w": 1, "block.k_bias": 1, "embed": 2}
+"""The forwards before the optimizer of a parameter steps; "bias" is in none."""
+BACKWARDS = [(1, -3.0), (2, 5.0)]
+
+
+def in_turns(monkeypatch, folder, turns=None, backwards=BACKWARDS, **fields):
+    """A run of two forwards in each step, after each of which another optimizer steps."""
+    write, loss, kept = RecordingWriter.activation, RecordingWriter.loss, []
+
+    def twice(writer, step, microbatch, module, use, value):
+        kept.append((module, use, value))
+        if not module:  # the last one
+            for microbatch in (0, 1):
+                for each in kept:
+                    write(writer, step, microbatch, *each)
+            kept.clear()
+
+    def with_backwards(writer, step, value):
+        loss(writer, step, value, [(forwards, each * (writer.rank + 1)) for forwards, each in backwards])
+        writer.turns(TURNS if turns is None else turns)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordingWriter, "activation", twice)
+        patched.setattr(RecordingWriter, "loss", with_backwards)
+        return synthetic.record(folder, synthetic.manifest(**fields))
+
+
+def order(a, b, step):
+    """The groups of a step, as (name, microbatch)."""
+    groups = (group[0] for group in walk(Pair(a, b), steps=[step]) if group[0].phase != "parameters")
+    return [(f"{q.phase} {q.name}".rstrip(), q.microbatch) for q in groups]
+
+
+def test_turns_of_optimizers_are_walked_one_by_one(tmp_path, monkeypatch):
+    a, b = (in_turns(monkeypatch, tmp_path / name, schedule=Schedule(dense=1, every=2)) for name in "ab")
+
+    def of(*names):
+        expected = [(f"{phase} {name}", 0) for phase in ("backward", "reduce") for name in names[::-1]]
+        expected += [(f"state {use} of {name}", 0) for name in names for use in ("step", "exp_avg")]
+        return expected + [(f"update {name}", 0) for name in names]
+
+    modules = ("input of block", "output of block", "output of the model")
+    expected = [(f"unsharded {name}", 0) for name in synthetic.SHAPES for _ in "ab"]
+    for i, names in enumerate((("block.w", "block.k_bias"), ("embed",))):
+        expected += [*((f"forward {name}", i) for name in modules), ("forward", i + 1), *of(*names)]
+    last = of("bias")
+    assert order(a, b, 0) == [*expected, ("forward", 0), *last[:2], ("norm", 0), *last[2:]]
+    assert order(a, b, 1) == [("forward", 1), ("forward", 2), ("forward", 0), ("norm", 0)]
+
+
+def test_losses_of_turns_have_the_scale_of_all(tmp_path, monkeypatch):
+    a, b = (in_turns(monkeypatch, tmp_path / f"{by}", backwards=[(1, by * -3.0), (2, 5.0)]) for by in (1, 2))
+    groups = [group for group in walk(Pair(a, b), (FORWARD,), [1]) if group[0].microbatch]
+    found = [[(q.rank, q.microbatch, q.a.item(), q.b.item(), q.scale) for q in group] for group in groups]
+    assert found == [
+        [(0, 1, -3.0, -6.0, 8.0), (1, 1, -6.0, -12.0, 16.0)],
+        [(0, 2, 5.0, 5.0, 8.0), (1, 2, 10.0, 10.0, 16.0)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "losses"),
+    [
+        pytest.param({"turns": TURNS | {"embed": 1}}, [1, 2], id="other turns"),
+        pytest.param({"backwards": [(1, 1.0), (1, 1.0)]}, [], id="other forwards"),
+        pytest.param({"backwards": []}, [], id="one backward"),
+        pytest.param({"world_size": 3}, [], id="another world size"),
+    ],
+)
+def test_runs_whose_turns_differ_are_walked_as_one(tmp_path, monkeypatch, other, losses):
+    a, b = in_turns(monkeypatch, tmp_path / "a"), in_turns(monkeypatch, tmp_path / "b", **other)
+    for runs in ((a, b), (b, a)):
+        found = order(*runs, 0)
+        assert [number for name, number in found if name == "forward"] == [*losses, 0]
+        updates = [i for i, (name, _) in enumerate(found) if name.startswith("update")]
+        assert updates == list(range(len(found) - 4, len(found)))

@@ -18,8 +18,14 @@ from crossframe.verdict.findings import Findings
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.perturbed_runs.directions import (
+    CHANNELS,
+    COMMON,
     GAIN,
+    MEAN,
+    SIZE,
+    SLOPE,
     TANH,
+    Casts,
     Directions,
     Found,
     Sums,
@@ -292,3 +298,137 @@ def test_a_factor_common_to_all_gradients_is_found():
     assert found is not None and found.direction == "common" and abs(found.value - 0.04) < 0.005
     assert "the median reduced gradient in b is 1.04" in found.describe(("a", "b"))
     assert results(tally(8), runs, "bfloat16", RATE).found is None
+
+
+A = np.array([[1.0, -2.0, 3.0], [0.0, 4.0, -5.0]])
+D = np.array([[0.5, 0.25, 0.0], [1.0, -0.5, 0.125]])
+
+
+def of_module(a, b, **other):
+    return quantity(a, b, **({"phase": "forward", "module": "h", "use": "output", "parameter": ""} | other))
+
+
+def test_sums_are_those_of_the_formulas():
+    """sum(a a) = 55, sum(d a) = 0.5 - 0.5 - 2 - 0.625, sum(|a|) = 15, sum(d sign(a)) = 0.5 - 0.25 - 0.5 - 0.125."""
+    sums = Sums.of(of_module(A, A + D))
+    assert (sums.numel, sums.squares, sums.products, sums.sizes, sums.signed) == (6, 55.0, -2.625, 15.0, -0.375)
+    assert sums.total == 1.375 and sums.rows == 2
+    assert sums.channels is not None and sums.channels.tolist() == [1.5, -0.25, 0.125]
+    rms = math.sqrt(55 / 6)
+    expected = {SLOPE: -2.625 / 55, SIZE: -0.375 / 15, MEAN: 1.375 / 6 / rms}
+    expected[CHANNELS] = math.sqrt((0.75**2 + 0.125**2 + 0.0625**2) / 3) / rms
+    assert dict(sums.directions("activation")) == pytest.approx(expected, rel=1e-14)
+    gradient = Sums.of(quantity(A, A + D, phase="reduce"))
+    assert gradient.channels is None and gradient.total == 0.0
+    assert dict(gradient.directions("reduce")) == pytest.approx({SLOPE: -2.625 / 55, SIZE: -0.375 / 15}, rel=1e-14)
+    assert dict(Sums.of(of_module(0 * A, D)).directions("activation")) == {}
+    a, b = sketches_of([A, A + D])
+    sketched = Sums.of(of_module(a.sums, b.sums, sketches=(a, b)))
+    slope = np.vdot(b.sums - a.sums, a.sums) / np.vdot(a.sums, a.sums)
+    assert dict(sketched.directions("activation")) == pytest.approx({SLOPE: slope}, rel=1e-14)
+
+
+def test_sums_leave_out_elements_that_are_not_finite():
+    a, b = np.array([1.0, np.nan, 2.0]), np.array([2.0, np.inf, 2.0])
+    sums = Sums.of(quantity(a, b, phase="reduce"))
+    assert (sums.squares, sums.products, sums.signed) == (5.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_channels"),
+    [((2, 1 << 14), True), ((2, (1 << 14) + 1), False), ((2, 2), True), ((4, 1), False), ((4,), False)],
+)
+def test_channels_are_those_of_a_last_dim(shape, has_channels):
+    sums = Sums.of(of_module(np.ones(shape), np.ones(shape)))
+    assert (sums.channels is not None) is has_channels and sums.rows == has_channels * shape[0]
+
+
+def test_sums_add_up_but_for_other_channels():
+    one, other, sums = Sums.of(of_module(A, A + D)), Sums.of(of_module(A.T, A.T + D.T)), Sums()
+    for added, channels in ((one, [1.5, -0.25, 0.125]), (one, [3.0, -0.5, 0.25]), (other, None), (one, None)):
+        sums += added
+        assert (None if sums.channels is None else sums.channels.tolist()) == channels
+    assert (sums.numel, sums.squares, sums.products, sums.total, sums.rows) == (24, 220.0, -10.5, 5.5, 9)
+    assert (sums.sizes, sums.signed) == (60.0, -1.5)
+
+
+def test_a_tally_has_what_directions_are_tested_for():
+    tally, made = Tally(), quantity(A, A + D, phase="backward", parameter="w")
+    tally.add([made, replace(made, rank=1)])
+    tally.add([replace(made, phase="reduce"), replace(made, phase="reduce", replica=1)])
+    tally.add([replace(made, phase="reduce", parameter="v", b=(A + D)[:1])])
+    for other in ({"phase": "state"}, {"bound": None}, {"bound": math.inf}):
+        tally.add([replace(made, parameter="other", **other)])
+    assert tally.keys == [("backward", "w"), ("reduce", "w"), ("reduce", "v"), ("backward", ""), ("reduce", "")]
+    numels = {key: by_step[0].numel for key, by_step in tally.of.items()}
+    assert numels == {("backward", "w"): 12, ("reduce", "w"): 6, ("reduce", "v"): 0}
+    assert tally.first_of(("reduce", "")).parameter == "w" and tally.first_of(("reduce", "v")).parameter == "v"
+
+
+def test_windows_double_and_end_with_all_steps():
+    tally = Tally()
+    assert tally.windows == []
+    for step in (0, 2, 5, 7, 9, 11):
+        tally.add([quantity(A, A + D * (step == 11), phase="reduce", step=step)])
+    assert tally.windows == [1, 3, 8, 12]
+    key = ("reduce", "bias")
+    assert [tally.directions(key, stop)[SLOPE] for stop in (11, 12)] == [0.0, pytest.approx(-2.625 / 330, rel=1e-14)]
+
+
+def test_four_gradients_have_a_common_direction():
+    tally = Tally()
+    for i, factor in enumerate((1.1, 1.4, 1.2, 1.9)):
+        assert tally.directions(("reduce", ""), 1) == {}
+        tally.add([quantity(A, factor * A, phase="reduce", parameter=str(i))])
+    assert tally.directions(("reduce", ""), 1) == {COMMON: pytest.approx(0.3, rel=1e-12)}
+    assert tally.directions(("backward", ""), 1) == {}
+
+
+def of_values(*by_stop):
+    """A tally of one gradient with these values of directions before steps 1, 2, ..."""
+    return SimpleNamespace(
+        keys=[("reduce", "w")],
+        windows=list(range(1, 1 + len(by_stop))),
+        directions=lambda key, stop: by_stop[stop - 1],
+        first_of=lambda key: quantity(A, A, parameter="w"),
+    )
+
+
+U16 = 2.0**-8
+"""The unit roundoff of bfloat16."""
+
+
+def test_directions_are_found_beyond_their_share_of_chance():
+    """Four tests of two directions, each with half of the share: share / (2 * 2) for each test."""
+    error, degrees = math.sqrt((0.01**2 + 0.02**2) / 2), 2
+    limit = student_limit(0.1 / 4, degrees) * error
+    runs = [of_values(*[{SLOPE: x, SIZE: 0.0}] * 2) for x in (0.01, -0.02)]
+    for value, found in ((0.999 * limit, False), (-1.001 * limit, True)):
+        pair = of_values({SLOPE: 0.0, SIZE: 0.5 * U16}, {SLOPE: value, SIZE: 0.5 * U16})
+        result = results(pair, [runs], "bfloat16", 0.1)
+        assert result.num_tests == 4 and result.near == pytest.approx(abs(value) / limit, rel=1e-12)
+        assert result.power == {"reduce": {SLOPE: (limit, limit), SIZE: (U16, U16)}}
+        assert (result.found is not None) is found
+        if result.found:
+            assert (result.found.direction, result.found.stop, result.found.num_runs) == (SLOPE, 2, 2)
+            assert (result.found.value, result.found.error, result.found.limit) == (value, error, limit)
+    assert directions_of(pair, [runs], "float32", 0.1) is None
+    untested = results(pair, [[of_values({MEAN: 1.0}, {MEAN: 1.0})]], "bfloat16", 0.1)
+    assert untested == Directions(None, {}, 0.0, 0)
+
+
+def test_the_wider_spread_and_fewer_runs_count():
+    narrow, wide = [of_values({SLOPE: 0.01})] * 5, [of_values({SLOPE: 0.02})] * 3
+    for perturbed in ([narrow, wide], [wide, narrow]):
+        result = results(of_values({SLOPE: 10.0}), perturbed, "bfloat16", 0.1)
+        assert result.found and (result.found.error, result.found.num_runs) == (pytest.approx(0.02, rel=1e-14), 3)
+        assert result.found.limit == pytest.approx(student_limit(0.1, 3) * 0.02, rel=1e-14)
+
+
+def test_casts_add_to_the_coarser_runs_spread():
+    runs, pair = [of_values({SLOPE: 0.03})] * 4, of_values({SLOPE: 10.0})
+    result = directions_of(pair, [runs], "bfloat16", 0.1, Casts([of_values({SLOPE: 0.01})] * 3, 4.0))
+    assert result and result.found and result.found.error == pytest.approx(0.05, rel=1e-14)  # of 0.03 and 4 * 0.01
+    assert (result.found.num_runs, result.found.limit) == (3, pytest.approx(student_limit(0.1, 3) * 0.05, rel=1e-14))
+    for finer in ([], [of_values({SIZE: 0.01})]):  # nothing tells the effect of casts
+        assert directions_of(pair, [runs], "bfloat16", 0.1, Casts(finer, 4.0)) == Directions(None, {}, 0.0, 0)

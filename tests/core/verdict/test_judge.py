@@ -10,9 +10,10 @@ from crossframe.layout import PerParamLayout
 from crossframe.param_map import identity_map
 from crossframe.params import ParamSpec
 from crossframe.recording import Schedule
+from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.divergence_text import describe
-from crossframe.verdict.measure.judge import judge
+from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import locate
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.zero_gradient import (
@@ -64,6 +65,24 @@ def test_what_is_not_finite_on_both_sides_is_told_apart_from_what_is_so_on_one()
         found = judge(quantity(a, b))
         assert (found.equal, found.one_sided, found.both_not_finite, found.difference) == expected, (a, b)
         assert found.beyond == found.one_sided, (a, b)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_sketches_are_judged_as_elements(lost):
+    array = np.array([1.0, 2.0, 3.0, 4.0])
+    array[:lost] = NAN
+    a, b = sketches_of([array, array + np.array([0.0, 0.0, 0.0, 0.5])])
+
+    def judged(other, **fields):
+        return judge(quantity(a.sums, other.sums, sketches=(a, other), **fields))
+
+    same = judged(a, bound=None)
+    assert same == Judgement(same.quantity, True, 0.0, False, False, lost > 0)
+    for scale, bound, beyond in ((1.0, 0.5, False), (0.99, 0.5, True), (1.0, None, True)):
+        found = judged(b, scale=scale, bound=bound)
+        assert found == Judgement(found.quantity, False, 0.5 / scale, beyond, False, lost > 0, 0.5 / scale)
+    fewer = judged(replace(b, num_not_finite=lost + 1))
+    assert fewer == Judgement(fewer.quantity, False, INF, True, True, False, INF)
 
 
 def test_an_element_at_its_share_of_the_bound_is_not_off():

@@ -7,7 +7,7 @@ import pytest
 
 from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.loss_scale import _power_of_two, scaled_on_one_side
+from crossframe.verdict.measure.loss_scale import _factors, _is_nearer, _power_of_two, scaled_on_one_side, shares_of
 from crossframe.verdict.measure.pair import Pair
 from tests.core.helpers import synthetic
 from tests.core.helpers.faulty import CLIP, Faults, record
@@ -194,6 +194,41 @@ def test_a_power_of_two_is_the_factor_within_the_uncertainty_of_the_median():
     assert _power_of_two(1500.0, [1500.0], [1.0], common) == 1500.0
 
 
+@pytest.mark.parametrize(("off", "snaps"), [(1.9, True), (2.1, False)])
+def test_powers_of_two_are_near_by_two_roundings(tmp_path, off, snaps):
+    """Of both losses."""
+    factor = SCALE * (1 + off * 2.0**-8)
+
+    def by_hand(phase, step, rank, name, array):
+        return array.astype(np.float32) * np.float32(factor) if phase == "backward" else array
+
+    made = synthetic.manifest(1, dtype="bfloat16")
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=by_hand)
+    found = scaled_on_one_side(Pair(a, b), 0)
+    assert found is not None and found.factor == pytest.approx(SCALE if snaps else factor, rel=1e-4)
+
+
+def test_factors_are_weighted_by_the_smaller_gradient():
+    pairs = [
+        ([1.0, 0.0], [3.0, 4.0]),  # 3 / 1, weight 1 of 1 and 25
+        ([3.0, 4.0], [1.5, 2.0]),  # 12.5 / 25, weight 6.25 of 25 and 6.25
+        ([0.0, 0.0], [1.0, 1.0]),
+        ([1.0, 1.0], [0.0, 0.0]),
+        ([np.nan, 1.0], [1.0, 1.0]),
+        ([1e200, 0.0], [1e100, 0.0]),  # a square overflows
+        ([1e100, 0.0], [1e250, 0.0]),  # the product overflows
+    ]
+    assert _factors([(np.array(a), np.array(b)) for a, b in pairs]) == ([3.0, 0.5], [1.0, 6.25])
+
+
+@pytest.mark.parametrize(
+    ("factor", "nearer"),
+    [(1.99, True), (2.0, False), (2.01, False), (0.01, True), (0.0, False), (-1.0, False), (np.inf, False)],
+)
+def test_factors_are_near_as_ratios(factor, nearer):
+    assert _is_nearer(factor, 1.0, 4.0) is nearer
+
+
 def shares(world):
     """A loop that divides the loss of a rank by the samples of all ranks, and sums gradients over ranks."""
 
@@ -212,6 +247,22 @@ def test_losses_that_are_shares_are_added_at_another_world_size(tmp_path):
     for pair in ((one, two), (two, one), (two, three), (two, means), (means, two)):
         found = compare(*pair)
         assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+def test_shares_are_told_by_local_and_reduced_gradients(tmp_path):
+    def run(world, tamper=None, **fields):
+        name = f"{world}{tamper is not None}{len(fields)}"
+        return synthetic.record(tmp_path / name, synthetic.manifest(world, **fields), tamper=tamper)
+
+    one, two, three, means = run(1), run(2, shares(2)), run(3, shares(3)), run(2)
+    for pair, factors in (
+        ((one, two), (1.0, 2.0)),
+        ((two, one), (2.0, 1.0)),
+        ((two, three), (2.0, 3.0)),
+        ((three, means), (3.0, 1.0)),
+        ((one, run(2, shares(2), settings={"losses": "mean"})), (1.0, 1.0)),
+    ):
+        assert shares_of(Pair(*pair)) == factors
 
 
 def test_a_sum_instead_of_a_mean_is_no_share(tmp_path):

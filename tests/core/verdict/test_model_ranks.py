@@ -59,6 +59,13 @@ def test_what_both_runs_have_or_rounding_explains_is_no_bug(tmp_path):
         assert compare(*pair).verdict is Verdict.EQUAL
 
 
+def test_a_value_after_one_within_rounding_is_located(tmp_path):
+    right = recorded(tmp_path / "right")
+    recorded(tmp_path / "wrong", ("", REDUCE, "embed", "reduced_grad"), difference=1e-16)
+    found = compare(right, with_lines(tmp_path / "wrong", [GRADIENT], 0.5))
+    assert found.first_divergence is not None and found.first_divergence.parameter == "block.w"
+
+
 @pytest.mark.parametrize(
     ("phase", "name", "disagreements", "is_before"),
     [

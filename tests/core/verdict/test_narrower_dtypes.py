@@ -1,11 +1,15 @@
 """Runs of which a part computes in a narrower dtype, and bounds too coarse to conclude from."""
 
 # pyright: reportOptionalMemberAccess=false
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from crossframe.verdict import Verdict, compare
+from crossframe.verdict import Verdict, bounds_for, compare
+from crossframe.verdict.measure.narrower_dtypes import NarrowerDtype, narrower_dtype_at
 from tests.core.helpers import synthetic
+from tests.core.helpers.quantities import quantity
 
 _AFTER = ("output", "forward", "backward", "reduce", "norm", "state", "update")
 
@@ -99,3 +103,49 @@ def test_what_uses_much_of_a_coarse_bound_is_left_open(tmp_path, size, verdict):
     assert found.verdict is verdict, found.reason
     if verdict is Verdict.INCONCLUSIVE:
         assert "the output of block at step 0 uses" in found.reason and "--perturbed-runs 4" in found.reason
+
+
+SINGLE = np.array([0.1, 0.2, 0.3, 0.4, 0.7], np.float32).astype(np.float64)
+"""Numbers of float32, and of no narrower dtype."""
+HALF = 1 + np.arange(1, 6) / 1024
+"""Numbers of float16, and not of bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("made", "narrow"),
+    [
+        pytest.param([quantity(SINGLE, 2 * SINGLE, phase="backward")], True, id="five elements"),
+        pytest.param([quantity(SINGLE[:4], 2 * SINGLE[:4], phase="backward")], True, id="four elements"),
+        pytest.param([quantity(SINGLE[:3], 2 * SINGLE[:3], phase="backward")], False, id="three elements"),
+        pytest.param([quantity(SINGLE, 2 * SINGLE + 1e-12, phase="backward")], False, id="float64 in b"),
+        pytest.param([quantity(SINGLE + 1e-12, 2 * SINGLE, phase="backward")], False, id="float64 in a"),
+        pytest.param([quantity(HALF, 2 * HALF, phase="backward")], False, id="float16"),
+        pytest.param([quantity(2.0 ** np.arange(20, 25), np.zeros(5), phase="backward")], False, id="bfloat16"),
+        pytest.param([quantity(1e300 * SINGLE, SINGLE, phase="backward")], False, id="beyond float32"),
+        pytest.param([quantity(SINGLE, 2 * SINGLE, phase="state")], False, id="of the optimizer"),
+        pytest.param([quantity(SINGLE, 2 * SINGLE), quantity(SINGLE, SINGLE)], True, id="on one rank"),
+        pytest.param([quantity(SINGLE, 2 * SINGLE), quantity(SINGLE, SINGLE + 1e-12)], False, id="not on all ranks"),
+    ],
+)
+def test_float32_shows_in_four_differing_elements(made, narrow):
+    found = narrower_dtype_at(made, "float64")
+    assert (found is not None) is narrow
+    assert narrower_dtype_at(made, "float32") is None
+
+
+def test_a_narrower_dtype_has_its_first_quantitys_name():
+    made = quantity(SINGLE, 2 * SINGLE, parameter="w")
+    for fields, name in (
+        ({"phase": "backward"}, "gradient of w"),
+        ({"phase": "reduce"}, "gradient of w"),
+        ({"phase": "update"}, "update of w"),
+        ({"phase": "forward", "parameter": "", "use": "output", "module": "h"}, "output of h"),
+    ):
+        assert narrower_dtype_at([replace(made, **fields)], "float64") == NarrowerDtype(name, "float32", "float64")
+
+
+def test_bounds_widen_with_the_narrower_dtype():
+    found = NarrowerDtype("output of h", "float32", "float64")
+    assert found.bounds == bounds_for("float32")
+    for bound, wider in ((1e-13, 1e-13 * 2**29), (1e-10, found.bounds.parameter), (np.inf, np.inf), (None, None)):
+        assert found.judged(quantity([1.0], [1.0], bound=bound)).bound == wider

@@ -31,6 +31,10 @@ def test_a_norm_neither_overflows_nor_underflows():
     assert norm(np.array([1.0, np.inf])) == math.inf
 
 
+def test_norms_are_summed_in_float64():
+    assert norm(np.ones(4097, np.float16)) == math.sqrt(4097)  # in float16, 4096 + 1 is 4096
+
+
 def test_differences_are_taken_in_float64():
     a = np.full(4, 60000, np.float16)
     assert ratio(distance(a, -a), parameter_scale(norm(a), a.size, 0.0, 0.0, 1)) == 2.0

@@ -13,7 +13,7 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.perturbed_runs.spread import eccentricity, margin, share_of_zeros, spread_of
-from crossframe.verdict.perturbed_runs.steady_elements import Steady
+from crossframe.verdict.perturbed_runs.steady_elements import NEVER, Steady
 from tests.conftest import EXHAUSTIVE
 from tests.core.helpers import synthetic
 from tests.core.helpers.quantities import quantity, scaled
@@ -243,6 +243,32 @@ def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_a
         [quantity(np.array([0.0, 0.0, 0.1, 3.0]), np.array([0.0, 0.1, 0.1, 3.0]), parameter="w", phase="reduce")]
     )
     assert steady.of(quantity(np.zeros(4), np.ones(4), parameter="w")).b.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_elements_are_unsteady_from_their_first_step_on():
+    """Within limit / sqrt(numel), 2 / sqrt(4) here, on either side, if they are not exactly zero on both."""
+    gradients = {
+        1: ([1.0, 1.01, 0.0, 3.0], [3.0, -1.01, 0.0, 3.0]),
+        2: ([3.0, 2.0, 0.0, 3.0], [3.0, 2.0, 3.0, 3.0]),
+        3: ([3.0, 2.0, 3.0, 3.0], [3.0, 0.5, 3.0, 3.0]),
+    }
+    steady = Steady(lambda made: 2.0 if made.parameter == "w" else None, [{"w": np.array([9, 9, 9, 4])}, {"v": NEVER}])
+    for step in (3, 1, 2):
+        ours, theirs = gradients[step]
+        made = quantity(ours, theirs, parameter="w", phase="reduce", step=step)
+        steady.note([quantity(theirs, theirs, parameter="w", phase="reduce", step=step), made])
+        steady.note([replace(made, phase="backward")])
+        steady.note([replace(made, parameter="v")])
+    assert steady.since["w"].tolist() == [1, 3, 2, NEVER] and list(steady.since) == ["w"]
+    after = quantity(np.zeros(4), [1.0, 2.0, np.nan, 4.0], parameter="w")
+    for step, num in enumerate((0, 1, 2, 3, 4)):
+        assert steady.num_unsteady(replace(after, step=step)) == num
+        hidden = steady.of(replace(after, step=step)).b
+        assert np.array_equal(hidden == 0, [num > 0, num > 2, False, num > 3])
+    other = quantity(np.zeros(3), np.ones(3), parameter="w", step=3)
+    assert steady.num_unsteady(other) == 0 and steady.of(other) is other
+    state = replace(after, phase="state", step=3)
+    assert steady.of(state) is state
 
 
 def test_what_the_perturbed_runs_cannot_measure_of_an_update_is_not_judged(tmp_path):

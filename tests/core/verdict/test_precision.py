@@ -1,5 +1,9 @@
 """Runs of which one rounds more: float32 against bfloat16."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -63,6 +67,57 @@ def test_effects_of_casts_add_up_over_microbatches(tmp_path):
         coarse = synthetic.record(tmp_path / f"b{num}", made("bfloat16", settings={"accumulate": num}))
         effects.append(Implied(Pair(fine, coarse)).times_spread(quantity(0, 0)))
     assert effects[1] == 2 * effects[0]  # the square root of their number
+
+
+@pytest.mark.parametrize("coarser", [0, 1])
+def test_the_coarser_dtype_adds_to_bounds_by_formula(coarser):
+    """Casts of the quantity, casts of parameters over samples, and a reduction of R ranks (`unequal_dtypes`)."""
+
+    def run(dtype, ranks, **settings):
+        params = {"w": SimpleNamespace(dtype=dtype)}
+        made = SimpleNamespace(dtype=dtype, params=params, world_size=ranks, settings=settings)
+        return SimpleNamespace(manifest=made, num_microbatches=3)
+
+    runs = [run("float32", 2), run("bfloat16", 4, reduce_dtype="float32")]
+    if not coarser:
+        runs.reverse()
+    pair = SimpleNamespace(a=runs[0], b=runs[1], coarser=coarser, dtype="bfloat16", by_products=False, terms=5)
+    implied = Implied(pair)
+    assert implied.units_of_casts == pytest.approx(2.0**-8 / np.sqrt(12) / 2.0**-24, rel=1e-15)
+    assert implied.scale == 1.0
+    sides = np.array([3.0, 4.0], np.float32), np.array([6.0, 8.0], np.float32)
+    finer, coarse = (5.0, 10.0)[1 - coarser], sides[coarser].astype(ml_dtypes.bfloat16)
+    made = quantity(*sides, phase="update")
+    assert implied.casts(made) == 0.0  # of equal dtypes
+    mixed = replace(made, **{"ab"[coarser]: coarse})
+    assert implied.casts(mixed) == 2.0**-8 * finer
+    reduction = 4 * np.sqrt(4) * 2.0**-24 * finer
+    for phase in ("reduce", "norm"):
+        assert implied.casts(replace(made, phase=phase)) == pytest.approx(reduction, rel=1e-15)
+        assert implied.casts(replace(mixed, phase=phase)) == pytest.approx(2.0**-8 * finer + reduction, rel=1e-15)
+    assert implied.times_spread(made) == np.sqrt(5 * 3 * 4)
+    assert implied.times_spread(replace(made, module="h", use="output")) == 1.0
+    runs[coarser].manifest.world_size = 1
+    assert implied.casts(replace(made, phase="reduce")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unused"),
+    [
+        pytest.param(([1.0, 0.0], [1.0, 1.0]), True, id="in a"),
+        pytest.param(([1.0, 1.0], [1.0, 0.0]), True, id="in b"),
+        pytest.param(([0.0, 0.0], [1.0, 1.0]), False, id="never used"),
+        pytest.param(([0.0, 1.0], [1.0, 1.0]), False, id="at another step"),
+    ],
+)
+def test_parameters_unused_at_a_step_are_not_judged(sizes, unused):
+    of = [SimpleNamespace(of={step: {"bias": size} for step, size in enumerate(each)}) for each in sizes]
+    run = SimpleNamespace(manifest=SimpleNamespace(dtype="bfloat16", params={"bias": SimpleNamespace(dtype="float32")}))
+    implied = Implied(SimpleNamespace(a=run, b=run, coarser=1, dtype="bfloat16", by_products=False, sizes=of))
+    for phase in ("backward", "reduce", "state", "update"):
+        assert implied.unused(replace(quantity([1.0], [1.0], phase=phase), step=1)) is unused
+        assert not implied.unused(replace(quantity([1.0], [1.0], phase=phase), step=7))
+    assert not implied.unused(replace(quantity([1.0], [1.0], phase="forward"), step=1))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from crossframe.param_map import identity_map
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE, UNSHARDED, UPDATE
 from crossframe.verdict import Verdict, compare
-from crossframe.verdict.measure.comparable import Setting, differing_settings, labels, why_incomparable
+from crossframe.verdict.measure.comparable import (
+    Setting,
+    _are_one,
+    differing_settings,
+    exempt_on_one_side,
+    labels,
+    why_incomparable,
+)
 from crossframe.verdict.measure.locate import Divergence
 from tests.core.helpers import faulty, synthetic
 
@@ -141,6 +148,15 @@ def test_decay_is_compared_by_parameter(framework, decay, groups, expected, tmp_
     )
 
 
+def test_parameters_without_decay_on_both_sides_are_compared(tmp_path):
+    a = run(tmp_path / "a", settings={"weight_decay": 0.1, "param_groups": EXEMPT})
+    own = {"weight_decay": 0.1, "param_groups": [{"params": ["bias"], "weight_decay": 0.0}]}
+    for settings, exempt in (({"weight_decay": 0.1}, ("bias", "block.k_bias")), ({"weight_decay": 0.0}, ()), (own, ())):
+        b = run(tmp_path / str(settings), framework="jax", settings=settings)
+        assert exempt_on_one_side(a, b) == exempt_on_one_side(b, a) == exempt
+    assert exempt_on_one_side(a, run(tmp_path / "same", settings={"weight_decay": 0.1})) == ()
+
+
 SINGLE = float(np.float32(0.1))
 """0.1 in float32."""
 
@@ -163,6 +179,29 @@ def test_settings_equal_up_to_rounding_are_one(first, second, is_one, tmp_path):
     )
     names = [each.name for each in differing_settings(a, b)]
     assert names == ([] if is_one else ["learning_rate", "clip", "betas", "eps"])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "is_one"),
+    [
+        pytest.param(1.0, 1 - 16 * 2.0**-53, True, id="16 roundings"),
+        pytest.param(1.0, 1 - 17 * 2.0**-53, False, id="17 roundings"),
+        pytest.param(SINGLE, SINGLE * (1 - 15.9 * 2.0**-24), True, id="16 roundings of float32"),
+        pytest.param(1.0, 1 - 15.3 * 2.0**-24, False, id="whole numbers are not held in float32"),
+        pytest.param(1e300, 1e300 * (1 + 1e-15), True, id="beyond float32"),
+        pytest.param(2**60, 2**60 + 1, False, id="ints"),
+        pytest.param(2**60 + 1, 2.0**60, True, id="an int and a float"),
+        pytest.param([0.9, 0.99], (0.9, 0.99), True, id="a list and a tuple"),
+        pytest.param([0.9, 0.99], [0.9], False, id="a shorter list"),
+        pytest.param([0.9, 0.99], [0.9, 0.98], False, id="another list"),
+        pytest.param([0.9], 0.9, False, id="a list and a number"),
+        pytest.param(float("inf"), float("inf"), True, id="infinity"),
+        pytest.param("adam", "adam", True, id="texts"),
+        pytest.param("adam", 1.0, False, id="a text and a number"),
+    ],
+)
+def test_values_are_one_up_to_sixteen_roundings(x, y, is_one):
+    assert _are_one(x, y) is _are_one(y, x) is is_one
 
 
 def test_a_schedule_starts_alike_whichever_setting_states_its_rate(tmp_path):
