@@ -50,6 +50,10 @@ def follow_keras(stack: ExitStack) -> bool:
     if library is None or library.backend.backend() != "jax":
         return False
     kind, layer = library.BaseOptimizer, _layer()
+    stack.enter_context(replacing(kind, "build", _build(kind.build)))
+    for each in gc.get_objects():
+        if issubclass(type(each), kind) and each.built:
+            _initialised(each)
     stack.enter_context(replacing(kind, "stateless_apply", _stateless_apply(kind.stateless_apply)))
     stack.enter_context(replacing(layer, "stateless_call", _stateless_call(layer.stateless_call)))
     stack.enter_context(replacing(layer, "__call__", _call(layer.__call__)))
@@ -103,14 +107,31 @@ def _outermost(model: Any, run: Callable, args: Any, kwargs: Any) -> Any:
 # Optimizers
 
 
+def _build(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def build(optimizer: Any, variables: Any) -> None:
+        own(optimizer, variables)
+        _initialised(optimizer)
+
+    return build
+
+
+def _initialised(optimizer: Any) -> None:
+    """The state of an optimizer is made, by which it is known how many models the script trains."""
+    if not hasattr(optimizer, "inner_optimizer"):
+        # `fit` takes the values out of variables while it trains.
+        values = [
+            variable if variable._value is None else variable._value for variable in optimizer._trainable_variables
+        ]
+        noted.initialised(dict(zip(_known_names(optimizer), values, strict=True)))
+
+
 def _stateless_apply(own: Callable) -> Callable:
     @functools.wraps(own)
     def apply(optimizer: Any, state: Any, grads: Any, params: Any) -> Any:
         if hasattr(optimizer, "inner_optimizer") or not optimizer.built:
             return own(optimizer, state, grads, params)
-        if id(optimizer) not in noted.keras_names:
-            noted.keras_names[id(optimizer)] = _names_of(optimizer)
-        names, results = noted.keras_names[id(optimizer)], []
+        names, results = _known_names(optimizer), []
         if not len(grads) == len(params) == len(names):  # which Keras refuses
             return own(optimizer, state, grads, params)
         given, named = (OrderedDict(zip(names, each, strict=True)) for each in (grads, params))
@@ -130,6 +151,12 @@ def _stateless_apply(own: Callable) -> Callable:
         return tuple(results)
 
     return apply
+
+
+def _known_names(optimizer: Any) -> list[str]:
+    if id(optimizer) not in noted.keras_names:
+        noted.keras_names[id(optimizer)] = _names_of(optimizer)
+    return noted.keras_names[id(optimizer)]
 
 
 def _names_of(optimizer: Any) -> list[str]:

@@ -46,6 +46,11 @@ class Follower(Optimizer):
         raise NotImplementedError
 
 
+def known_follower_of(optimizer: Any) -> Any:
+    """The follower of a library's optimizer, or None."""
+    return vars(optimizer).get(_FOLLOWER)
+
+
 def follower_of(optimizer: Any, name: str, kind: Callable[..., Follower], *arguments: Any) -> Any:
     """The follower of a library's optimizer, which is made once.
 
@@ -53,7 +58,7 @@ def follower_of(optimizer: Any, name: str, kind: Callable[..., Follower], *argum
         name: torch's name of the optimizer's class, or another one where torch has none.
         kind, arguments: the class of the follower, and what it is made with besides the optimizer.
     """
-    if (found := vars(optimizer).get(_FOLLOWER)) is None:
+    if (found := known_follower_of(optimizer)) is None:
         found = type(name, (kind,), {})(optimizer, *arguments)  # type: ignore[call-overload]
         setattr(optimizer, _FOLLOWER, found)
     return found

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +23,8 @@ from crossframe.keras_models import (
     state_of,
 )
 from crossframe.replacing import replacing
-from torch_backend.recorder._followed_optimizers import Follower, follower_of
+from torch_backend.recorder._followed_optimizers import Follower, follower_of, known_follower_of
+from torch_backend.recorder._models_together import made_modules, outermost
 from torch_backend.recorder._module_tree import tensor_of
 
 
@@ -37,6 +39,11 @@ class _Follower(Follower):
     def __init__(self, followed: Any, trained: Sequence[Any], scaler: Any) -> None:
         self.trained, self._scaler = trained, scaler
         super().__init__(followed)
+
+    def assume(self, trained: Sequence[Any]) -> None:
+        """From now on the optimizer is to update these variables."""
+        self.trained = trained
+        self.param_groups = self._groups()
 
     @property
     def loss_divisor(self) -> float:  # type: ignore[override]
@@ -78,17 +85,19 @@ class KerasOptimizers:
         """Find the optimizers that the script has made.
 
         Keras gives an optimizer its variables at its first step. The only one that has none yet trains those of these modules,
-        which are being called, that no other one trains; of several, it is not known which does.
+        which are being called, that no other one trains. Several train as many models: which one trains which is assumed until
+        they step.
         """
         if not self._follows and not self._begin():
             return
-        layers: list[Any] = [each for each in modules if is_keras(each)]
         known = {optimizer: getattr(optimizer, "_trainable_variables", []) for optimizer in self._held()}
-        if sum(not trained for trained in known.values()) == 1:
-            taken = {id(variable) for trained in known.values() for variable in trained}
-            variables = (variable for each in layers for variable in each.trainable_variables)
-            called = [variable for variable in variables if id(variable) not in taken]
-            known = {optimizer: trained or called for optimizer, trained in known.items()}
+        taken = {id(variable) for trained in known.values() for variable in trained}
+        without = [optimizer for optimizer, trained in known.items() if not trained]
+        models = [each for each in modules if is_keras(each)]
+        if len(without) > 1 and models:
+            models = outermost([each for each in made_modules() if is_keras(each) and _free(each, taken)])
+        if len(without) == 1 or len(without) == len(models):
+            known |= {optimizer: _free(model, taken) for optimizer, model in zip(without, models, strict=False)}
         has_stepped = (int(optimizer._iterations) > 0 for optimizer, trained in known.items() if trained)
         self.are_known = all(known.values()) or all(has_stepped)
         for optimizer, trained in known.items():
@@ -131,8 +140,18 @@ class KerasOptimizers:
         made = (ref() for ref in self._made)
         scaler = next((each for each in made if getattr(each, "inner_optimizer", None) is optimizer), None)
         found: _Follower = follower_of(optimizer, rule_of(optimizer), _Follower, trained, scaler)
-        found.trained = trained
+        ids, assumed = {id(variable) for variable in trained}, found.trained
+        if ids != {id(variable) for variable in assumed}:
+            found.assume(trained)
+            for other in filter(None, map(known_follower_of, self._held())):
+                if other is not found and not ids.isdisjoint(map(id, other.trained)):
+                    other.assume(assumed)
         return found
+
+
+def _free(model: Any, taken: AbstractSet[int]) -> list[Any]:
+    """The trainable variables of a model that no optimizer has."""
+    return [variable for variable in model.trainable_variables if id(variable) not in taken]
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
         if it is in a single one that has a forward and does not call it in another method.
     """
     modules = list(made_modules())
-    found = _outermost([each for each in modules if _is_trained(each, wanted.keys())])
+    found = outermost([each for each in modules if _is_trained(each, wanted.keys())])
     have = _ids_of(found)
     loose = [tensor for i, tensor in wanted.items() if i not in have]
     if loose and not _ids_of(modules).isdisjoint(map(id, loose)):
@@ -69,7 +69,7 @@ def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """
     own, variables = [one for model in models for one in inner_modules(model)], _variables()
     most = _MOST_BESIDE * sum(param.numel() for model in models for param in model.parameters())
-    named = ((variables[id(each)], each) for each in _outermost([*made_modules()]) if id(each) in variables)
+    named = ((variables[id(each)], each) for each in outermost([*made_modules()]) if id(each) in variables)
     sizes = ((name, each, _numel(named_buffers(each, without=own, params=True))) for name, each in named)
     return dict(sorted((name, each) for name, each, numel in sizes if 0 < numel <= max(most, LARGEST_IN_FULL)))
 
@@ -96,7 +96,7 @@ def _is_trained(module: nn.Module, wanted: Set[int]) -> bool:
     return not wanted.isdisjoint(trains) and wanted >= {each for each, requires_grad in trains.items() if requires_grad}
 
 
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that are inside no other one. Keras keeps a layer's variables in a module that only `modules()` has."""
     inside = {id(one) for each in modules for one in chain(each.modules(), inner_modules(each)) if one is not each}
     return [each for each in modules if id(each) not in inside]

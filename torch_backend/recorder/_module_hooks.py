@@ -172,6 +172,8 @@ class Watch:
         self._reported: set[str] = set()
         # Ids of the parameters whose optimizers have stepped.
         self._updated: set[int] = set()
+        # Names of the parameters that have had a gradient since.
+        self._of_turn: set[str] = set()
         # Names of parameters whose gradients on this rank are also those of other ranks' batches.
         self._of_other_batches: set[str] = set()
         self._seen: set[tuple[int, str, str]] = set()
@@ -223,7 +225,7 @@ class Watch:
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
         self._withheld, self._awaits_backward, self._has_no_batch = None, False, False
-        self._updated = set()
+        self._updated, self._of_turn = set(), set()
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -240,6 +242,7 @@ class Watch:
     def updates(self, params: Sequence[Tensor]) -> None:
         """An optimizer is about to step. Later gradients of its parameters belong to the turn of another optimizer."""
         self._updated.update(map(id, params))
+        self._of_turn.clear()
 
     @property
     def _is_unsharded(self) -> bool:
@@ -352,9 +355,11 @@ class Watch:
         def add(grad: Tensor) -> None:
             if id(value) in self._updated:
                 return
-            # A gradient from before the turn of another optimizer that was set to None since does not count.
-            if self._updated and self._is_unsharded and value.grad is None:
+            # A gradient from before the last turn of another optimizer that was set to None since does not count. Within a turn,
+            # optimizers that keep the sum of microbatches let scripts do so before each.
+            if name not in self._of_turn and self._updated and self._is_unsharded and value.grad is None:
                 self._grads.pop(name, None)
+            self._of_turn.add(name)
             with quietly():
                 _add(self._grads, name, grad)
 

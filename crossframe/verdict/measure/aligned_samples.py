@@ -5,6 +5,7 @@ rank's sample ids, microbatches one after the other. Activations with another fi
 skipped.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,13 +27,15 @@ def shared_activations(a: Recording, b: Recording, step: int) -> list[At]:
 class Rows:
     """The location of each sample of a step in one recording.
 
+    A sample that occurs several times, as where models take turns with it, corresponds by its occurrence.
+
     Attributes:
-        ids: by rank and microbatch, the sample ids in order.
-        place: by sample id, (rank, microbatch, row).
+        ids: by rank and microbatch, the samples in order, each as (sample id, earlier occurrences).
+        place: by sample, (rank, microbatch, row).
     """
 
-    ids: list[list[tuple[int, ...]]]
-    place: dict[int, tuple[int, int, int]]
+    ids: list[list[tuple[tuple[int, int], ...]]]
+    place: dict[tuple[int, int], tuple[int, int, int]]
 
 
 def rows_of(recording: Recording, step: int, *, numbered: bool = False) -> Rows | None:
@@ -42,8 +45,9 @@ def rows_of(recording: Recording, step: int, *, numbered: bool = False) -> Rows 
         numbered: number the samples in their order instead of using their ids.
     """
     microbatches = 1 + max((at[0] for at in recording.activations(step)), default=0)
-    ids: list[list[tuple[int, ...]]] = []
-    place: dict[int, tuple[int, int, int]] = {}
+    ids: list[list[tuple[tuple[int, int], ...]]] = []
+    place: dict[tuple[int, int], tuple[int, int, int]] = {}
+    occurred: Counter[int] = Counter()
     for rank in range(recording.manifest.world_size):
         fed = recording.batch(step, rank).sample_ids
         size = len(fed) // microbatches
@@ -51,9 +55,12 @@ def rows_of(recording: Recording, step: int, *, numbered: bool = False) -> Rows 
             return None
         if numbered:
             fed = tuple(range(len(place), len(place) + len(fed)))
-        ids.append([fed[i * size : (i + 1) * size] for i in range(microbatches)])
+        samples = []
         for i, sample in enumerate(fed):
-            place.setdefault(sample, (rank, i // size, i % size))
+            samples.append((sample, occurred[sample]))
+            occurred[sample] += 1
+            place[samples[-1]] = rank, i // size, i % size
+        ids.append([tuple(samples[i * size : (i + 1) * size]) for i in range(microbatches)])
     return Rows(ids, place)
 
 

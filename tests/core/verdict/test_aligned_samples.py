@@ -197,12 +197,12 @@ def outputs(*microbatches, module="h"):
 
 def test_samples_are_located_by_rank_microbatch_and_row():
     run = Fed(of_ids((5, 6, 7, 8), (9, 5, 3, 4)), [outputs((), ()), {}])
-    ids = [[(5, 6), (7, 8)], [(9, 5), (3, 4)]]
-    place = {5: (0, 0, 0), 6: (0, 0, 1), 7: (0, 1, 0), 8: (0, 1, 1), 9: (1, 0, 0), 3: (1, 1, 0), 4: (1, 1, 1)}
+    ids = [[((5, 0), (6, 0)), ((7, 0), (8, 0))], [((9, 0), (5, 1)), ((3, 0), (4, 0))]]
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    place = dict(zip([sample for rank in ids for samples in rank for sample in samples], places, strict=True))
     assert rows_of(run, 1) == Rows(ids, place)
     numbered = rows_of(run, 1, numbered=True)
-    assert numbered is not None and numbered.ids == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
-    assert list(numbered.place) == list(range(8))
+    assert numbered is not None and list(numbered.place.items()) == [((i, 0), at) for i, at in enumerate(places)]
     for ids in ((5, 6, 7), ()):
         assert rows_of(Fed(of_ids((1, 2), ids), [outputs((), ()), {}]), 1) is None
 
@@ -216,6 +216,16 @@ def test_samples_are_aligned_across_ranks_and_microbatches():
         ((1, "h", "output"), 0, [[3.0], [4.0]], [[3.0], [4.0]]),
     ]
     assert [each[0][0] for each in aligned(b, a, 1)] == [0, 0, 1, 1]
+
+
+def test_repeated_samples_are_aligned_by_occurrence():
+    """As where models take turns with one batch, whole and in halves."""
+    values = [np.array(each, float).reshape(-1, 1) for each in ((1, 2), (10, 20), (1,), (2,), (10,), (20,))]
+    whole = {(i, "h", "output"): values[i] for i in range(2)}
+    halves = {(i, "h", "output"): values[2 + i] for i in range(4)}
+    a, b = Fed(of_ids((5, 6, 5, 6)), [whole]), Fed(of_ids((5, 6, 5, 6)), [halves])
+    assert [theirs.ravel().tolist() for *_, theirs in aligned(a, b, 1)] == [[1, 2], [10, 20]]
+    assert [theirs.ravel().tolist() for *_, theirs in aligned(b, a, 1)] == [[1], [2], [10], [20]]
 
 
 def test_samples_that_one_side_lacks_are_left_out():
