@@ -40,6 +40,57 @@ optimizer.exclude_from_weight_decay(var_names=["bias"])
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 model.fit(x, y, batch_size=8 // accumulate, epochs=2, shuffle=False, verbose=0)
 """
+TURNS = """
+import keras, numpy as np
+from keras import layers
+
+random = np.random.default_rng(1)
+critic = keras.Sequential([layers.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+maker = keras.Sequential([layers.Input((2,)), layers.Dense(4)])
+for model in (critic, maker):
+    model.set_weights([random.normal(0, 0.3, each.shape) for each in model.get_weights()])
+of_critic, of_maker = keras.optimizers.Adam(0.01), keras.optimizers.AdamW(0.02, weight_decay=0.1)
+batches = [random.standard_normal((2, 8, 4), dtype="float32") for _ in range(3)]
+
+if keras.backend.backend() == "torch":
+    import torch
+
+    def update(model, optimizer, loss):
+        critic.zero_grad(), maker.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
+
+    for real, noise in map(torch.from_numpy, batches):
+        update(critic, of_critic, critic(maker(noise[:, :2])).mean() - critic(real).mean())
+        update(maker, of_maker, -critic(maker(noise[:, :2])).mean())
+else:
+    import jax
+
+    call = lambda model, params, x: model.stateless_call(params, [], x)[0]
+
+    @jax.jit
+    def train(params, states, real, noise):
+        def gain(critic_params, maker_params):
+            made = call(maker, maker_params, noise[:, :2])
+            return call(critic, critic_params, made).mean() - call(critic, critic_params, real).mean()
+
+        def cost(maker_params, critic_params):
+            return -call(critic, critic_params, call(maker, maker_params, noise[:, :2])).mean()
+
+        first, second = params
+        own, other = states
+        first, own = of_critic.stateless_apply(own, jax.grad(gain)(first, second), first)
+        second, other = of_maker.stateless_apply(other, jax.grad(cost)(second, first), second)
+        return (first, second), (own, other)
+
+    values = lambda variables: [variable.value for variable in variables]
+    of_critic.build(critic.trainable_variables), of_maker.build(maker.trainable_variables)
+    params = values(critic.trainable_variables), values(maker.trainable_variables)
+    states = values(of_critic.variables), values(of_maker.variables)
+    for real, noise in batches:
+        params, states = train(params, states, real, noise)
+"""
 PARAMS = [
     *("conv.kernel", "conv.bias", "norm.gamma", "norm.beta"),
     *("dense.kernel", "dense.bias", "dense_1.kernel", "dense_1.bias"),
@@ -49,9 +100,9 @@ PARAMS = [
 @pytest.fixture
 def record(tmp_path):
     path = tmp_path / "both.py"
-    path.write_text(SCRIPT)
 
-    def run(framework, norm, accumulate=1):
+    def run(framework, norm, accumulate=1, script=SCRIPT):
+        path.write_text(script)
         folder = tmp_path / f"{framework} {accumulate}"
         command = [sys.executable, "-m", "crossframe", "record", path, "--framework", framework, "--output", folder]
         environment = {"KERAS_BACKEND": framework, "KERAS_HOME": str(tmp_path / "keras"), "JAX_PLATFORMS": "cpu"}
@@ -89,3 +140,10 @@ def test_averaged_gradients_in_jax_are_those_of_a_step(record):
     whole, halves = record("jax", "LayerNormalization"), record("jax", "LayerNormalization", 2)
     found = compare(whole, halves)
     assert found.verdict is Verdict.ROUNDING and halves.num_steps == 4, found.reason
+
+
+def test_models_that_take_turns_agree_on_both_backends(record):
+    torch, jax = (record(framework, "", script=TURNS) for framework in ("torch", "jax"))
+    assert torch.num_steps == jax.num_steps == 3
+    found = compare(torch, jax)
+    assert found.verdict is Verdict.ROUNDING, found.reason
