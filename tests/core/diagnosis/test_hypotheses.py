@@ -132,7 +132,7 @@ def test_zeros_that_another_rank_gathered_are_missing(made, rank, is_said):
 
 
 @pytest.mark.parametrize(("size", "is_said"), [(3.5, True), (4.5, False)])
-def test_the_previous_gradient_is_added_up_to_four_roundings(made, size, is_said):
+def test_added_gradients_fit_within_four_roundings(made, size, is_said):
     """In float32, whose unit roundoff is 2^-24."""
     before = np.mean([synthetic.sample_grad(0, sample, "embed") for sample in range(synthetic.SAMPLES)], axis=0)
     now = synthetic.sample_grad(1, 0, "embed").astype(np.float32)

@@ -116,7 +116,7 @@ class Run:
     epsilon: float = 1e-5
     runs_first: int = 0
     recorded: int = WIDTH  # so many features of the norms' inputs
-    told: int = 9  # so many microbatches
+    num_recorded: int = 9  # microbatches whose activations are recorded
     head: bool = False  # the embedding is also the head; gradients of projections are sums of their inputs
     order: tuple[int, int] = (0, 1)
     reduce: Callable[[list[list[np.ndarray]], list[int]], np.ndarray] = mean
@@ -167,7 +167,7 @@ def record(directory: Path, run: Run, noise: int = 0) -> Recording:
                     module: str, use: str, x: np.ndarray, exact: bool = False, *, mb=mb, w=writer, s=step
                 ) -> np.ndarray:
                     value = x.astype(dtype) if exact else kept(x)
-                    if mb < run.told:
+                    if mb < run.num_recorded:
                         w.activation(s, mb, module, use, value)
                     return value.astype(np.float64)
 
@@ -376,7 +376,7 @@ def test_a_mean_over_microbatches_is_named(tmp_path, shares, is_named, order):
     def over_all_terms(rank, own):
         return [2 * share * grad for share, grad in zip(shares, own, strict=True)]
 
-    terms = record(tmp_path / "terms", replace(PARTS, local=over_all_terms, told=1))
+    terms = record(tmp_path / "terms", replace(PARTS, local=over_all_terms, num_recorded=1))
     means = record(tmp_path / "means", PARTS)
     for recording in (terms, means):  # as those of scripts
         assert isinstance(recording.manifest.settings, dict)

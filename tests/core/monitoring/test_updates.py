@@ -1,4 +1,4 @@
-"""The rule of moves between recorded steps, at both sides of its bounds."""
+"""Unexpected moves of parameters between recorded steps, on both sides of each bound."""
 
 import math
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ RESERVE = math.sqrt(1 + 6 * math.sqrt(2 / 256))
 
 @pytest.fixture
 def unexpected(monkeypatch):
-    """What the rule finds at the last of some recorded steps of one parameter, "w"."""
+    """A function that returns the unexpected moves of one parameter, "w", at its last recorded step."""
     monkeypatch.setattr(updates, "assemble", lambda recording, *at: Side(recording.values.get(at, np.zeros(1))))
 
     def found(before, after, *, rates=(0.1,), settings=ADAMW, count=1.0, gradient=None):
@@ -37,7 +37,7 @@ def unexpected(monkeypatch):
 
 
 def recorded(values, rates, settings=ADAMW, count=1.0):
-    """What the rule reads of a recording, whose optimizer has two groups; a rate of None is not recorded."""
+    """A fake recording. Its optimizer has two parameter groups; a rate of None is not recorded."""
     return SimpleNamespace(
         values=values,
         manifest=SimpleNamespace(settings=settings, params={"w": None}, learning_rate=0.1),

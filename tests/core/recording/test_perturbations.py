@@ -50,7 +50,7 @@ def test_a_perturbed_run_begins_one_unit_in_the_last_place_away(dtype):
 
 
 @pytest.mark.parametrize("run", [1, 2])
-def test_the_first_bit_of_a_key_leads_away_from_zero(run):
+def test_the_first_bit_of_a_key_gives_the_direction(run):
     away = element_keys("w", 3, 11, f"twin {run}") >= np.uint64(2**63)
     for sign in (1, -1):
         expected = np.nextafter(sign * np.ones(8), sign * np.where(away, np.inf, 0.0))

@@ -74,7 +74,7 @@ def test_elements_that_come_late_are_sampled():
     assert (found.limit, found.least) == (np.inf, 1.0)
 
 
-def test_a_sample_within_a_limit_has_the_nearer_limit():
+def test_a_sample_has_the_nearer_limit():
     whole = sample_of(np.array([1.0, -2.0, 3.0]))
     near = whole.within(2.0)
     assert (near.places.tolist(), near.limit, near.within(9.0).limit, whole.within(9.0).limit) == ([0], 2.0, 2.0, 9.0)

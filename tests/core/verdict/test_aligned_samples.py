@@ -162,7 +162,7 @@ def test_samples_in_another_order_on_a_rank_agree(tmp_path):
 
 
 class Fed:
-    """What alignment reads of a recording at step 1: batches by rank, and activations by rank and (microbatch, module, use)."""
+    """A fake recording of step 1: batches by rank, and activations by rank and (microbatch, module, use)."""
 
     def __init__(self, batches, arrays=({},)):
         self.manifest = SimpleNamespace(world_size=len(batches))
