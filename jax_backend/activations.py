@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from crossframe.recording.module_calls import next_call
 from crossframe.replacing import setting
 from jax_backend.tree import is_floating
 
@@ -43,15 +44,15 @@ def tell(module: str, use: str, value: Any) -> None:
     Args:
         module: its canonical name; "" is the model.
         use: "input" as the module begins, "output" as it ends.
-        value: an array, or a pytree whose first floating array is recorded; tokens, which have none, are not. Of a module that
-            runs several times in a forward, the first run is recorded.
+        value: an array, or a pytree whose first floating array is recorded; tokens, which have none, are not. A further call of
+            the module in a forward has a name of its own (`crossframe.recording.module_calls`).
     """
-    reported = _reported.get()
-    if reported is None or (module, use) in reported:
+    if (reported := _reported.get()) is None:
         return
     floating = (leaf for leaf in jax.tree.leaves(value) if is_floating(leaf))
-    if (first := next(floating, None)) is not None:
-        reported[module, use] = first
+    call = next_call(module, lambda call: (call, use) in reported)
+    if (first := next(floating, None)) is not None and call is not None:
+        reported[call, use] = first
 
 
 _SCOPE = re.compile(r"crossframe_module\[([^\]]*)\]")

@@ -27,6 +27,7 @@ from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import INPUT, OUTPUT
 from crossframe.recording.mapped_recording import Activations, Of
+from crossframe.recording.module_calls import called_module, renamed_call
 from crossframe.recording.sketch import Sketch, sketches_of
 
 T = TypeVar("T")
@@ -82,7 +83,9 @@ class _Side:
     def __init__(self, recording: Recording, step: int) -> None:
         self._recording, self._step = recording, step
         self.order: list[Of] = [(module, use) for at, module, use in recording.activations(step) if at == 0]
-        self.modules = list(dict.fromkeys(module for module, _ in self.order))
+        called = list(dict.fromkeys(module for module, _ in self.order))
+        self.modules = [name for name in called if called_module(name) == name]
+        self.further_calls = [name for name in called if called_module(name) != name]
         self.summary = functools.cache(self._summary)
 
     def shape(self, of: Of) -> tuple[int, ...]:
@@ -125,6 +128,7 @@ class _Matcher:
         self._by_names()
         self._by_other_layers()
         self._by_place()
+        self._by_calls()
         return self._activations()
 
     # Modules
@@ -235,6 +239,18 @@ class _Matcher:
             there = theirs.get(place, [])
             if any(place) and len(inside) == len(there) and all(map(self._could_be_one, inside, there)):
                 self._pairs |= zip(inside, there, strict=True)
+
+    def _by_calls(self) -> None:
+        """Match the further calls of modules that are matched."""
+        calls = ((call, called_module(call)) for call in self._first.further_calls)
+        others = {
+            call: renamed_call(call, lambda module: self._pairs[module]) for call, of in calls if of in self._pairs
+        }
+        self._pairs |= {
+            call: other
+            for call, other in others.items()
+            if other in self._second.further_calls and self._alike(call, other)
+        }
 
     def _could_be_one(self, module: str, other: str) -> bool:
         return self._alike(module, other) and self._enclose_same(module, other)

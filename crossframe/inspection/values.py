@@ -20,6 +20,7 @@ from crossframe.recording.event_format import (
     UNSHARDED,
     UPDATE,
 )
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.measure.buffers import buffer_value
 from crossframe.verdict.measure.values import Side, activation_values
 
@@ -191,7 +192,8 @@ def ranges_before(recording: Recording, value: Value) -> tuple[Range, ...]:
         if value.use == INPUT:
             return ()  # which value it was computed from is not recorded
         found = _activation_ranges(recording, step, rank, value.microbatch, value.module, INPUT)
-        weights = [name for name in recording.manifest.params if name.rpartition(".")[0] == value.module]
+        module = called_module(value.module)
+        weights = [name for name in recording.manifest.params if name.rpartition(".")[0] == module]
         return (*found, *_parameter_ranges(recording, UNSHARDED, step, rank, weights))
     if value.phase == BACKWARD:
         module = value.parameter.rpartition(".")[0]

@@ -22,6 +22,7 @@ from crossframe.plan import Strategy
 from crossframe.quoting import quote, quote_error, quote_path
 from crossframe.recording.event_format import INPUT
 from crossframe.recording.known_settings import check_settings
+from crossframe.recording.module_calls import called_module
 from crossframe.recording.program import PROGRAM, products_in
 from crossframe.recording.recorded_steps import Schedule
 from crossframe.recording.sketch import SKETCHES, SKETCHES_BY_NAME, WHOLE
@@ -164,6 +165,7 @@ class Manifest:
 
     def maker(self, module: str, use: str) -> str:
         """The unit whose code computed an activation: the module's own unit for an output, the enclosing one for an input."""
+        module = called_module(module)
         return enclosing_unit(module.rpartition(".")[0] if use == INPUT else module, self.unit_names)
 
     @cached_property

@@ -23,6 +23,7 @@ from crossframe.environment.facts import (
     VARIABLES,
 )
 from crossframe.recording import Recording
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.verdicts import Verdict
 
@@ -84,7 +85,8 @@ def environments_of(
     )
     if verdict is Verdict.EQUAL or not (found or odd):
         return Environments(found, odd)
-    here = [each for each in found if where is not None and (each.section, each.name) == (MODULES, where.module)]
+    module = None if where is None or where.module is None else called_module(where.module)
+    here = [each for each in found if (each.section, each.name) == (MODULES, module)]
     number = len(found) + len(odd)
     more = f"; crossframe check lists {number - 1} more" if number > 1 else ""
     explains = "explains" if here else "may explain"

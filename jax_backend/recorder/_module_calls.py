@@ -7,7 +7,7 @@ A module's raw name is the path of its parameters, in the tree that is different
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from crossframe.recording.module_calls import next_call, renamed_call
 from crossframe.replacing import replacing, setting, subclasses_of
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
@@ -40,8 +41,13 @@ def canonical_module(raw: str, paths: Sequence[str], params: Iterable[str]) -> s
     'layers.1'
     >>> canonical_module("Dense_0", ["params.Dense_0.bias"], ["params.Dense_0.bias"])
     'params.Dense_0'
+    >>> canonical_module("Dense_0 (call 2)", ["params.Dense_0.bias"], ["params.Dense_0.bias"])
+    'params.Dense_0 (call 2)'
     """
-    names = set(params)
+    return renamed_call(raw, lambda module: _canonical(module, paths, set(params)))
+
+
+def _canonical(raw: str, paths: Sequence[str], names: Set[str]) -> str:
     if any(name.startswith(f"{_LINEN_PARAMS}.{raw}.") for name in names):
         return f"{_LINEN_PARAMS}.{raw}"
     for path in paths:
@@ -85,17 +91,19 @@ def module_reported(name: str, fun: Callable, args: Any, kwargs: Any, module: An
 
 
 def _report(name: str, use: str, values: Any) -> None:
-    """Report the first floating array of a module's first call that is no parameter."""
+    """Report the first floating array of a call of a module that is no parameter."""
     collector = innermost()
     assert collector is not None
-    if any(tap.kind == ACTIVATION and tap.about == (name, use) for tap in collector.taps):
+    reported = {tap.about for tap in collector.taps if tap.kind == ACTIVATION}
+    call = next_call(name, lambda call: (call, use) in reported)
+    if call is None:
         return
     for leaf in jax.tree.leaves(values):
         # jnp.float32 has a dtype too, but no shape.
         if id(leaf) not in collector.paths and hasattr(leaf, "shape") and is_floating(leaf):
             # Inside a scan or a checkpoint of the model it cannot leave.
             if (array := at_level(collector, leaf)) is not None:
-                collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])
+                collector.add([Tap(ACTIVATION, (call, use), {"array": Value(array)})])
             return
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from crossframe.errors import UsageError
 from crossframe.param_map import MapEntry, ParamMap
 from crossframe.recording.dims import LEAST_DIMS, Order, channels_first
+from crossframe.recording.module_calls import called_module
 from jax_backend.activations import INPUT, OUTPUT
 from jax_backend.recorder._module_calls import description, parts_of
 
@@ -112,6 +113,7 @@ class Dims:
 
     def canonical(self, module: str, use: str, array: np.ndarray) -> np.ndarray:
         """One rank's activation in torch's order, as far as it is known: heads as one dim, stated last channels as dim 1."""
+        module = called_module(module)
         if (module, use) in self._heads:
             return array.reshape(*array.shape[:-2], -1)
         is_last = self._stated is not None and (module in self._stated or (module, use) in self._stated)
@@ -119,6 +121,7 @@ class Dims:
 
     def order(self, module: str, use: str, array: np.ndarray) -> Order:
         """The order of dims of a result of `canonical`, as far as it is known."""
+        module = called_module(module)
         if self._stated is not None or (module, use) in self._heads or array.ndim < LEAST_DIMS:
             return Order.TORCH
         if self._convolutions.get(module) == array.ndim:

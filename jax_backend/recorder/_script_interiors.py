@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crossframe.recording.module_calls import called_module, renamed_call
 from crossframe.trace import Event
 from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
@@ -31,7 +32,10 @@ def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[
         if len(gradient.tap.scans) < 2:
             for i, batch in enumerate(own):
                 found = _activations(gradient.tap, i, batch, grid, turn.model, cut, lead)
-                found = {(names.get(module, module), use): value for (module, use), value in found.items()}
+                found = {
+                    (renamed_call(call, lambda module: names.get(module, module)), use): value
+                    for (call, use), value in found.items()
+                }
                 yield ArrayInterior(params, Activations(tuple(found.values()), tuple(found)))
         elif lead:
             yield ArrayInterior(params, Activations((), ()))
@@ -107,7 +111,7 @@ def _activations(
         if cut is not None and not value.by_rank and cut.has_part(array):
             continue
         module = canonical_module(raw, paths, model.paths)
-        if not lead or module in owners:
+        if not lead or called_module(module) in owners:
             of_rank = by_rank(Value(array, value.by_rank), batch, grid)
             found.setdefault((f"{lead}{module}".removesuffix("."), use), of_rank)
     return found

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from crossframe.dtypes import FLOATING
 from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.recording.module_calls import next_call
 from crossframe.replacing import replacing
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
@@ -309,14 +310,14 @@ class Watch:
         self._listen(module)
 
     def _report_activation(self, name: str, use: str, value: Any) -> None:
-        at = (self.microbatches, name, use)
         found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype.to_real()) in FLOATING), None)
-        # Of a module that is called several times in a forward the first call is recorded.
-        if found is not None and self._is_recorded(found) and at not in self._seen:
-            self._seen.add(at)
-            self._report(
-                self._sink.activation, self.microbatches - 1, name, use, as_real(found.detach()), operator_of(found)
-            )
+        if found is None or not self._is_recorded(found):
+            return
+        microbatch = self.microbatches - 1
+        call = next_call(name, lambda call: (microbatch, call, use) in self._seen)
+        if call is not None:
+            self._seen.add((microbatch, call, use))
+            self._report(self._sink.activation, microbatch, call, use, as_real(found.detach()), operator_of(found))
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _is_plain(tensor) or (

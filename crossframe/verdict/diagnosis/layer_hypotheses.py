@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 
 from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.diagnosis.attention_fits import (
     MOST_ELEMENTS,
     MOST_KEYS,
@@ -209,7 +210,7 @@ def _contained(both: Both, shape: tuple[int, ...]) -> Iterator[tuple[Projections
 
 def _inside_module(case: Case) -> Iterator[tuple[Projections, Projections]]:
     """Projections by the parameters of a module that computes attention as a whole, as torch.nn.MultiheadAttention does."""
-    given, module = input_of(case), case.quantity.module
+    given, module = input_of(case), called_module(case.quantity.module)
     names = [f"{module}.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
     if given is None or given[0].ndim != 3 or any(name not in case.right.manifest.params for name in names):
         return
@@ -271,7 +272,9 @@ def modules_exchanged(case: Case) -> Iterator[Fit]:
             continue
         residual = distance(both[1], case.both.right)
         if distance(both[0], case.both.right) > 2 * case.limit and accepted(residual, case.both.difference, case.limit):
-            text = f"in {case.names[1]} {at[1]} has the input that {here[1]} has in {case.names[0]}: modules run in another order"
+            of_one = called_module(at[1]) == called_module(here[1])
+            order = f"{'its calls come' if of_one else 'modules run'} in another order"
+            text = f"in {case.names[1]} {at[1]} has the input that {here[1]} has in {case.names[0]}: {order}"
             yield Fit("mixed_parameters", text, residual)
             return
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from crossframe.dtypes import unit_roundoff
 from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.diagnosis.case import At, Case
 from crossframe.verdict.diagnosis.fit import Fit
 from crossframe.verdict.diagnosis.kernel_fits import kernel_reordered, paddings_of
@@ -184,7 +185,7 @@ def parameters_of(
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(weight, bias) of a module (default: that of the quantity) as the rank used them, or as they were before an earlier step of
     the wrong side; None without exactly one weight, or with a bias that is not of its first dim."""
-    module = module or case.module
+    module = module or called_module(case.module)
     own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     weights = [name for name in own if not name.endswith("bias")]
     biases = [name for name in own if name.endswith("bias")]
@@ -206,7 +207,8 @@ def affine_parameters(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray | Non
     A weight w may multiply as 1 + w, as in Gemma.
     """
     shape = case.both.right.shape
-    own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == case.module]
+    module = called_module(case.module)
+    own = [name for name in case.right.manifest.params if name.rpartition(".")[0] == module]
     found = [case.as_used(case.right, name) for name in own]
     values = [np.asarray(value, np.float64) for value in found if value is not None]
     if len(values) < len(own) or len(own) > 2:

@@ -24,6 +24,7 @@ import numpy as np
 from crossframe.alignment.elementwise import gelu_by_erf, gelu_by_tanh
 from crossframe.dtypes import coarser, numpy_dtype, unit_roundoff
 from crossframe.recording.event_format import OUTPUT, PARAMETERS, UPDATE
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.measure.quantities import Quantity, finite
 
 RMS, LAYER, BATCH, BATCH_LAST = "RMS norm", "layer norm", "batch norm", "batch norm over the last dim"
@@ -126,7 +127,8 @@ class Recogniser:
     def _weight(self, x: Quantity, y: Quantity, norm: str, gains: np.ndarray) -> np.ndarray | None:
         """The parameter of a module that is the factor of its norm in each channel, up to rounding; None if there is none."""
         products, squares = gains[:2]
-        of_module = (weight for name, weight in self._weights.items() if name.rpartition(".")[0] == y.module)
+        module = called_module(y.module)
+        of_module = (weight for name, weight in self._weights.items() if name.rpartition(".")[0] == module)
         for weight in of_module:
             if weight.shape == squares.shape:
                 terms = np.abs(_by_channel(y.a, _channel_dim(norm)) * _normalised(x.a, norm)).sum(axis=0)

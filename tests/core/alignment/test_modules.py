@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, values, dtype="float64", *, params=None, loss=1.0, sketched=False, seed=""):
         params = {name: SimpleNamespace(shape=shape) for name, shape in (params or {}).items()}
-        self._values, self.num_steps, self._loss = values, 1, loss
+        self.values, self.num_steps, self._loss = values, 1, loss
         self._sketches = {of: sketches_of([array], seed=seed)[0] for of, array in values.items()} if sketched else {}
         self.manifest = SimpleNamespace(dtype=dtype, params=params)
 
@@ -33,13 +33,13 @@ class Run:
         return np.array([[self._loss]])
 
     def activations(self, step):
-        return [*((0, *of) for of in self._values), *((1, "of the second microbatch", use) for _, use in self._values)]
+        return [*((0, *of) for of in self.values), *((1, "of the second microbatch", use) for _, use in self.values)]
 
     def activation(self, *at):
-        return self._first(self._values, *at)
+        return self._first(self.values, *at)
 
     def activation_shape(self, *at):
-        return self._first(self._values, *at).shape
+        return self._first(self.values, *at).shape
 
     def activation_sketch(self, *at):
         return self._first(self._sketches, *at)
@@ -364,3 +364,16 @@ def test_a_norm_with_a_fault_is_still_that_norm(sketched):
     second = Run({("norm", "input"): x, ("norm", "output"): 1.01 * np.maximum(y, -0.5)}, sketched=sketched)
     found = match_activations(first, second, ParamMap((MapEntry("bn.weight", "norm.scale"),)))
     assert found["bn", "output"][0] == ("norm", "output")
+
+
+@pytest.mark.parametrize("fault", [None, 1])
+def test_further_calls_are_those_of_the_matched_module(fault):
+    def twice(run):
+        further = {(f"{module} (call 2)", use): array + 1 for (module, use), array in run.values.items()}
+        return Run(run.values | further)
+
+    first, second = (twice(run) for run in (FIRST, model(("wi", "wo", "layers"), "act", fault=fault)))
+    found = modules_of(match_activations(first, second, MAP))
+    calls = {call: other for call, other in found.items() if call.endswith("(call 2)")}
+    once = {call: other for call, other in found.items() if call not in calls}
+    assert len(once) == 9 and calls == {f"{call} (call 2)": f"{other} (call 2)" for call, other in once.items()}

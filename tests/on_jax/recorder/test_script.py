@@ -183,6 +183,60 @@ for batch in batches:
     np.testing.assert_allclose(found.activation(0, 0, 0, "", "output"), net.apply(initial, image), atol=tolerance)
 
 
+SHARED = {
+    "linen": """
+from flax import linen as nn
+class Net(nn.Module):
+    def setup(self):
+        self.same, self.head = nn.Dense(6), nn.Dense(3)
+    def __call__(self, x):
+        return self.head(self.same(nn.relu(self.same(x))))
+net = Net()
+params = net.init(jax.random.key(0), batches[0]["image"])["params"]
+def apply(params, x):
+    return net.apply({"params": params}, x)
+""",
+    "nnx": """
+from flax import nnx
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.same, self.head = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs)
+    def __call__(self, x):
+        return self.head(self.same(nnx.relu(self.same(x))))
+net, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+def apply(params, x):
+    return nnx.merge(net, params, rest)(x)
+""",
+}
+
+
+@pytest.mark.parametrize("library", SHARED)
+def test_further_calls_of_a_module_have_names_of_their_own(tmp_path, run, library):
+    text = (
+        HEAD
+        + SHARED[library]
+        + """
+@jax.jit
+def train_step(params, batch):
+    loss_fn = lambda params: cross_entropy(apply(params, batch["image"]), batch["label"])
+    grads = jax.grad(loss_fn)(params)
+    return optax.apply_updates(params, optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))[0])
+for batch in batches:
+    params = train_step(params, batch)
+"""
+    )
+    assert run(text)[0] == 0
+    found = Recording.open(tmp_path / "out")
+    inputs = [module for _, module, use in found.activations(0) if use == "input" and module]
+    assert inputs == ["same", "same (call 2)", "head"]
+    first, given, result, after = (
+        found.activation(0, 0, 0, *of)
+        for of in (("same", "output"), ("same (call 2)", "input"), ("same (call 2)", "output"), ("head", "input"))
+    )
+    np.testing.assert_array_equal(given, np.maximum(first, 0))
+    np.testing.assert_array_equal(result, after)
+
+
 def test_a_loss_with_derivatives_of_the_model_may_be_evaluated_first(tmp_path, run):
     text = (
         FUNCTIONS
