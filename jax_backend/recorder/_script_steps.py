@@ -154,6 +154,12 @@ class Steps:
             model.arrays |= params
             model.first_params |= params if self._needs_names else {}
 
+    def follow(self, given: Any, result: Any) -> None:
+        """A function has returned an array that it was given, which is another object then."""
+        for known in (known for model in self._models for known in (model.arrays, model.first_params)):
+            if id(given) in known:
+                known[id(result)] = result
+
     def _close_updates(self) -> None:
         """End the updates that optax does not add, but for the parameters after them."""
         for model in self._models:

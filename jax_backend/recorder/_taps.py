@@ -143,10 +143,12 @@ class Packed:
     Attributes:
         arrays: further results.
         taps: static.
+        passed: (index of the argument, index of the result) of arguments that are returned as they are. Static.
     """
 
     arrays: list[Any]
     taps: tuple[PackedTap, ...] = field(metadata={"static": True})
+    passed: tuple[tuple[int, int], ...] = field(default=(), metadata={"static": True})
 
 
 @dataclass(eq=False)
@@ -344,7 +346,8 @@ def pack(taps: Sequence[Tap], outputs: Any, collector: Collector, lead: Callable
                 references.append((name, reference))
         structure = jax.tree.structure(dict(tap.values))
         found.append(PackedTap(tap.kind, tap.about, structure, tuple(references), tap.scans))
-    return Packed(arrays, tuple(found))
+    passed = tuple((inputs[key][1], results[key][1]) for key in results if key in inputs)
+    return Packed(arrays, tuple(found), passed)
 
 
 def unpacked(packed: Packed, inputs: Any, outputs: Any, above: Sequence[Any] = ()) -> list[Tap]:

@@ -245,6 +245,9 @@ class ScriptRecorder:
             self._note_state(before, after)
         taps = unpacked(packed, given, result)
         self._add(taps if more is None else merged(taps, more), batch, originals)
+        if self._training is not None:
+            for i, j in packed.passed:
+                self._training.follow(own[i], returned[j].array)
         return result
 
     def _records(self, step: int) -> bool:

@@ -179,6 +179,39 @@ def test_each_model_of_a_perturbed_run_is_moved_once(tmp_path, run, name):
         np.testing.assert_allclose(*last, rtol=0, atol=1e-5)
 
 
+PASSED = (
+    NETS
+    + """
+both = {"maker": made(0, 3, 6), "judge": made(1, 6, 1)}
+states = {name: tx.init(params) for name, params in both.items()}
+def step_of(name, loss_of):
+    @jax.jit
+    def step(both, states, real, noise):
+        loss, grads = jax.value_and_grad(lambda params: loss_of(both | {name: params}, real, noise))(both[name])
+        params, state = updated(both[name], states[name], grads)
+        return both | {name: params}, states | {name: state}, loss
+    return step
+first = step_of("judge", lambda both, real, noise: (net(both["judge"], real) - net(both["judge"], noise)).mean())
+second = step_of("maker", lambda both, real, noise: net(both["judge"], net(both["maker"], noise[:, :3])).mean())
+result = []
+for batch in batches:
+    for step in (first, second):
+        both, states, loss = step(both, states, batch["image"], batch["image"][::-1])
+    result.append(both)
+"""
+)
+
+
+def test_models_that_a_function_returns_as_they_are_keep_their_names(tmp_path, run):
+    status, variables = run(PASSED, every=1)
+    found = Recording.open(tmp_path / "out")
+    assert status == 0 and sorted(found.manifest.params) == ["judge.v", "judge.w", "maker.v", "maker.w"]
+    for step, both in enumerate(variables["result"]):
+        for name in found.manifest.params:
+            model, _, own = name.partition(".")
+            np.testing.assert_array_equal(found.full("update", step, name), both[model][own])
+
+
 UNTRAINED = (
     FUNCTIONS
     + """
