@@ -9,12 +9,13 @@ FAULTS ?= 200
 # Many tests wait for processes that they start: two processors have time for a third worker.
 WORKERS ?= 3
 
-.PHONY: parity test exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
+.PHONY: parity test long long-list exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
-	@echo "make test     the whole test suite, in $(WORKERS) processes"
+	@echo "make test     the test suite without what takes long, in $(WORKERS) processes"
+	@echo "make long     the tests that take long, those of tests/long.txt; make long-list measures which do"
 	@echo "make exhaustive   the same with every combination and the tests that take long: hours"
 	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
 	@echo "make gpu      tests, parity and benchmarks on a GPU, with the packages of PYTHON; each of its four parts has a target"
@@ -41,7 +42,13 @@ parity: $(INSTALLED)
 
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long without
+
+long: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long only
+
+long-list: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -p tests.processor_time
 
 exhaustive: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --exhaustive

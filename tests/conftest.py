@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.processor_time import LIST
 from tests.ranks import Ranks, started_ranks
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the processes that tests interrupt.
@@ -36,10 +37,14 @@ JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--exhaustive`: tests marked `exhaustive` too, and every combination where a test otherwise takes those that differ."""
+    """`--exhaustive`: tests marked `exhaustive` too, and every combination where a test otherwise takes those that differ.
+
+    `--long`: with or without the tests of long.txt, or only these (`tests.processor_time`).
+    """
     parser.addoption(
-        "--exhaustive", action="store_true", help="also tests that take long, and every combination of each"
+        "--exhaustive", action="store_true", help="also tests that take hours, and every combination of each"
     )
+    parser.addoption("--long", choices=("with", "without", "only"), default="with", help="the tests of tests/long.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,12 +109,19 @@ def _compile(files: Sequence[Path], hook: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `exhaustive` to `--exhaustive`, unless the command line names single tests."""
+    """Leave tests marked `exhaustive` to `--exhaustive`, unless the command line names single tests, and choose by `--long`."""
+    if (choice := config.getoption("--long")) != "with":
+        listed = frozenset(LIST.read_text().splitlines())
+        _deselect(config, items, [item for item in items if (item.nodeid in listed) is (choice == "without")])
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
-    long = [item for item in items if item.get_closest_marker("exhaustive")]
-    items[:] = [item for item in items if item not in long]
-    config.hook.pytest_deselected(items=long)
+    _deselect(config, items, [item for item in items if item.get_closest_marker("exhaustive")])
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    left_out = {*map(id, others)}
+    items[:] = [item for item in items if id(item) not in left_out]
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
