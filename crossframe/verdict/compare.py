@@ -10,6 +10,7 @@ from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE,
 from crossframe.recording.known_settings import EPS_HAT, GROUPS
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of
+from crossframe.verdict.call_orders import in_order_of_calls
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_limits, conclude_initial_values
 from crossframe.verdict.diagnosis import (
     Diagnosis,
@@ -52,7 +53,7 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
 from crossframe.verdict.measure.unequal_dtypes import describe_precisions
 from crossframe.verdict.model_ranks import model_ranks_differ
-from crossframe.verdict.one_naming import in_one_naming
+from crossframe.verdict.one_naming import OneNaming, in_one_naming
 from crossframe.verdict.one_sided_tensors import recorded_on_one_side
 from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.result import PairVerdict
@@ -99,7 +100,8 @@ def compare(
 
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`), or if they are not the same value in two implementations
-    (`crossframe.verdict.unlike_activations`).
+    (`crossframe.verdict.unlike_activations`). Calls of a module are compared in the order of their inputs if no bug follows
+    (`crossframe.verdict.call_orders`).
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -120,6 +122,22 @@ def compare(
     """
     naming = in_one_naming(a, b, param_map)
     a, b = in_one_order(naming.a, naming.b)
+    if (in_other_order := in_order_of_calls(a, b)) is None:
+        return _compare(a, b, naming, sketched, repeats, bitwise)
+    view, text = in_other_order
+    found = _compare(a, view, naming, sketched, repeats, bitwise)
+    if found.verdict not in (Verdict.BUG, Verdict.INCOMPARABLE):
+        return replace(found, notes=(*found.notes, f"{text}: calls with the same inputs are compared"))
+    by_number = _compare(a, b, naming, sketched, repeats, bitwise)
+    return replace(
+        by_number, notes=(*by_number.notes, f"{text}; if calls with the same inputs are compared, {found.reason}")
+    )
+
+
+def _compare(
+    a: Recording, b: Recording, naming: OneNaming, sketched: bool, repeats: Sequence[Recording], bitwise: bool | None
+) -> PairVerdict:
+    """`compare` of two recordings with the same names."""
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), len(common_steps(a, b))

@@ -24,10 +24,10 @@ CALLS = ("layer", *(f"layer (call {call})" for call in range(2, 2 * DEPTH + 1)))
 class Twins(nn.Module):
     """One encoder for two inputs, which itself applies one layer three times."""
 
-    def __init__(self, skip=None):
+    def __init__(self, skip=None, order=""):
         super().__init__()
         self.layer, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.skip = skip
+        self.skip, self.order = skip, order
 
     def encode(self, x, offset):
         for call in range(DEPTH):
@@ -35,7 +35,13 @@ class Twins(nn.Module):
         return self.norm(x)
 
     def forward(self, left, right):
-        return self.head(self.encode(left, 0) * self.encode(right, DEPTH))
+        if self.order == "exchanged":
+            left, right = right, left
+        if self.order == "reversed":
+            second, first = self.encode(right, DEPTH), self.encode(left, 0)
+        else:
+            first, second = self.encode(left, 0), self.encode(right, DEPTH)
+        return self.head(first * torch.sigmoid(second))
 
 
 class Siamese(nnx.Module):
@@ -51,12 +57,12 @@ class Siamese(nnx.Module):
         return self.after(x)
 
     def __call__(self, left, right):
-        return self.out(self.encode(left) * self.encode(right))
+        return self.out(self.encode(left) * nnx.sigmoid(self.encode(right)))
 
 
-def in_torch(folder, skip=None):
+def in_torch(folder, skip=None, order=""):
     torch.manual_seed(0)
-    model = Twins(skip).double()
+    model = Twins(skip, order).double()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     initial = {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
     with TorchRecorder(folder, model=model, optimizer=optimizer, name="T", dense=STEPS) as recorder:
@@ -125,3 +131,20 @@ def test_a_fault_after_any_call_is_located_before_the_next(runs, tmp_path, skip)
         found = compare(*pair)
         where = found.first_divergence
         assert found.verdict is Verdict.BUG and (where.event, where.module) == ("input", after), found.reason
+
+
+def test_calls_in_another_order_are_compared_by_their_inputs(runs, tmp_path):
+    other, _ = in_torch(tmp_path / "other", order="reversed")
+    found, across = (compare(run, other) for run in runs)
+    assert found.verdict is across.verdict is Verdict.ROUNDING, (found.reason, across.reason)
+    assert "the runs call 'layer' and 1 more in another order: calls with the same inputs are compared" in found.notes
+    assert {f"input of {call}" for call in CALLS} <= {each.name for each in found.judged}
+
+
+def test_inputs_that_are_exchanged_are_a_bug_at_the_first_call(runs, tmp_path):
+    wrong, _ = in_torch(tmp_path / "wrong", order="exchanged")
+    found = compare(runs[0], wrong)
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and (where.event, where.module) == ("input", "layer"), found.reason
+    assert "its calls come in another order" in found.diagnosis.evidence
+    assert any("if calls with the same inputs are compared, at step 0" in note for note in found.notes), found.notes

@@ -512,7 +512,8 @@ def test_a_model_may_be_copied_and_pickled_and_call_a_module_twice_while_it_is_r
             optimizer.zero_grad()
             recorder.step()
     recording = Recording.open(tmp_path)
-    assert recording.activations(1) == [(0, "", "input"), (0, "0", "input"), (0, "0", "output"), (0, "", "output")]
+    calls = [(0, call, use) for call in ("0", "0 (call 2)") for use in ("input", "output")]
+    assert recording.activations(1) == [(0, "", "input"), *calls, (0, "", "output")]
     grad = recording.local(0, 0, "0.weight")
     assert np.array_equal(grad, recording.full(REDUCE, 0, "0.weight"))
 
