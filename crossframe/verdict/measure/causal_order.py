@@ -331,7 +331,7 @@ def _of_one_kind(pair: Pair, groups: Iterable[tuple[At, Group]], losses: Group) 
     near = max(NEAR, min(pair.bounds.parameter, _MOST_NEAR))
     held: list[tuple[At, Group, str]] = []
     for at, group in groups:
-        if held and held[-1][0][0] != at[0]:
+        if held and held[0][0][0] != at[0]:
             yield from _settled(pair, held, losses, near)
             held = []
         if why := _across_activation(pair, group, near):
