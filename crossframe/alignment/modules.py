@@ -274,7 +274,7 @@ class _Matcher:
         for (ours, theirs), form in forms.items():
             if form is not None:
                 shapes = self._first.shape(ours), self._second.shape(theirs)
-                for key in (shapes, (*shapes, kind_of(ours[0]), ours[1])):
+                for key in (shapes, (*shapes, kind_of(called_module(ours[0])), ours[1])):
                     known.setdefault(key, []).append(form)
         found = {}
         for (ours, theirs), form in forms.items():
@@ -314,9 +314,10 @@ class _Matcher:
         of features too."""
         shape, other = self._first.shape(ours), self._second.shape(theirs)
         found: dict[str, Rearrangement] = {}
+        called = called_module(ours[0]), called_module(theirs[0])
         for entry in self._map.entries:
             modules = module_of(entry.name), *map(module_of, entry.paths)
-            if modules != (ours[0], theirs[0]) or entry.pattern is None or entry.selects or entry.pads:
+            if modules != called or entry.pattern is None or entry.selects or entry.pads:
                 continue
             weight = self._second.param_shape(entry.paths[0])
             for dim, size in enumerate(entry.canonical_shape(weight)):
@@ -378,7 +379,7 @@ class _Matcher:
             known: rearrangements under which other activations agree, by shapes, and by shapes, kind of module and use.
         """
         shapes = self._first.shape(ours), self._second.shape(theirs)
-        of_kind = known.get((*shapes, kind_of(ours[0]), ours[1]))
+        of_kind = known.get((*shapes, kind_of(called_module(ours[0])), ours[1]))
         of_weights = self._forms_of_weights(ours, theirs) if ours[1] == OUTPUT else []
         forms = of_kind or of_weights[:1] or known.get(shapes) or _forms(*shapes)
         return max(forms, key=forms.count, default=None)

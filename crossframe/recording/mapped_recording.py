@@ -24,6 +24,7 @@ from crossframe.recording.event_format import FORWARD, WHOLE_ON_RANK
 from crossframe.recording.event_index import UnequalRanks
 from crossframe.recording.known_settings import GROUPS, PER_RANK
 from crossframe.recording.manifest import SKETCH, Manifest
+from crossframe.recording.module_calls import called_module
 from crossframe.recording.reader import Recording
 from crossframe.recording.sketch import Sketch, sketches_of
 from crossframe.unit_assignment import enclosing_unit
@@ -279,7 +280,7 @@ def _moved(name: str, modules: Mapping[str, str]) -> str:
 
 def _modules(param_map: ParamMap, activations: Activations) -> dict[str, str]:
     """The modules of the view with those of the recording, by their parameters and activations, where only one fits."""
-    pairs = {(own[0], theirs[0]) for own, (theirs, _) in activations.items()}
+    pairs = {(called_module(own[0]), called_module(theirs[0])) for own, (theirs, _) in activations.items()}
     pairs |= {
         (entry.name.rpartition(".")[0], entry.paths[0].rpartition(".")[0])
         for entry in param_map.entries
@@ -386,7 +387,7 @@ def _settings(settings: Mapping[str, Any], param_map: ParamMap, activations: Act
     if groups := settings.get(GROUPS):
         found[GROUPS] = [group | {"params": _names_in(group["params"], param_map)} for group in groups]
     if modules := settings.get(PER_RANK):
-        back = {theirs[0]: ours[0] for ours, (theirs, _) in activations.items()}
+        back = {called_module(theirs[0]): called_module(ours[0]) for ours, (theirs, _) in activations.items()}
         found[PER_RANK] = [back.get(module, module) for module in modules]
     return found
 

@@ -13,7 +13,8 @@ _CALL = re.compile(r" \(call \d+\)$")
 
 
 def next_call(module: str, is_taken: Callable[[str], bool]) -> str | None:
-    """The name of the first call of a module whose name is not taken; None if that of `MOST_CALLS` is, or that of the model.
+    """The name of the first call of a module whose name is not taken; None after `MOST_CALLS` calls, and after the first call of
+    the root module.
 
     >>> next_call("shared", {"shared"}.__contains__), next_call("shared", {"other"}.__contains__)
     ('shared (call 2)', 'shared')
@@ -35,7 +36,7 @@ def called_module(name: str) -> str:
 
 
 def renamed_call(name: str, rename: Callable[[str], str]) -> str:
-    """The name of the same call of a module that has another name. Of the model, calls have one name.
+    """The name of the same call of a module that has another name; "" if the module is the root module under that name.
 
     >>> renamed_call("encoder.layer (call 2)", lambda module: module.upper())
     'ENCODER.LAYER (call 2)'

@@ -1,17 +1,20 @@
-"""Matches the calls of modules that two runs make in another order, by their values.
+"""Matches the calls of modules that two runs make in another order, by their inputs.
 
 One script gives an encoder the anchor before the negative, another one the negative first, and both train alike. Calls that
 are compared by their number differ then, and nothing follows from it. So `compare` first compares each call with one that has
-the same input. If that shows a bug, a call may have the input of another one, and calls are compared by their number, which
-locates it.
+the same input. If that shows a bug in forward, a call may have the input of another one, and calls are compared by their number,
+which locates it.
 """
+
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from crossframe.alignment.modules import NEAR
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import INPUT, OUTPUT
-from crossframe.recording.mapped_recording import mapped
+from crossframe.recording.event_format import INPUT
+from crossframe.recording.mapped_recording import Activations, mapped
 from crossframe.recording.module_calls import called_module
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.quantities import finite
@@ -21,52 +24,83 @@ _ROUNDINGS = 8
 """Inputs are the same if their relative distance is at most this many roundings, or `NEAR`. Nothing is judged by it."""
 
 
-def in_order_of_calls(a: Recording, b: Recording) -> tuple[Recording, str] | None:
-    """A view of b in which calls have the names that calls with the same inputs have in a, and a clause that says whose order
-    differs; None if all have these names already, or no step has activations of both."""
+@dataclass(frozen=True)
+class MatchedCalls:
+    """The calls of one recording under the names of those of another one with the same inputs.
+
+    Attributes:
+        modules: those that the recordings call in another order.
+    """
+
+    activations: Activations
+    modules: tuple[str, ...]
+
+    def view(self, recording: Recording) -> Recording:
+        """The recording, or a repetition of it, with these names."""
+        return mapped(recording, ParamMap(()), recording.manifest, self.activations)
+
+    @property
+    def text(self) -> str:
+        """A clause that names the modules."""
+        more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
+        return f"the runs call {self.modules[0]!r}{more} in another order"
+
+
+def match_calls(a: Recording, b: Recording) -> MatchedCalls | None:
+    """The calls of b under the names of those of a; None if all have these names already, or no step has activations of both."""
     step = next((step for step in common_steps(a, b) if a.activations(step) and b.activations(step)), None)
     if step is None:
         return None
     near = max(NEAR, _ROUNDINGS * unit_roundoff(coarser(a.manifest.dtype, b.manifest.dtype)))
-    ours, theirs = _calls(a, step), _calls(b, step)
-    names = {call: call for calls in theirs.values() for call in calls}
+    names: dict[str, str] = {}
     moved = []
+    several = _called_again(a, step) & _called_again(b, step)
+    ours, theirs = _calls(a, step, several), _calls(b, step, several)
     for module, calls in theirs.items():
-        if len(calls) > 1 and len(ours.get(module, ())) > 1:
-            found = _matched(ours[module], calls, near)
-            names |= found
-            moved += [module] if any(call != other for call, other in found.items()) else []
+        found = _matched(ours[module], calls, near)
+        names |= found
+        moved += [module] if any(call != other for call, other in found.items()) else []
     if not moved:
         return None
-    activations = {(name, use): ((call, use), None) for call, name in names.items() for use in (INPUT, OUTPUT)}
-    modules = f"{moved[0]!r}" + (f" and {len(moved) - 1} more" if len(moved) > 1 else "")
-    return mapped(b, ParamMap(()), b.manifest, activations), f"the runs call {modules} in another order"
+    taken = set(names.values())
+    steps = range(b.num_steps)
+    every = dict.fromkeys((module, use) for at in steps for _, module, use in b.activations(at))
+    kept = [(call, use) for call, use in every if call in names or call not in taken]
+    return MatchedCalls({(names.get(call, call), use): ((call, use), None) for call, use in kept}, tuple(moved))
 
 
-def _calls(recording: Recording, step: int) -> dict[str, dict[str, Side]]:
+def _called_again(recording: Recording, step: int) -> set[str]:
+    """The modules that the first microbatch calls several times."""
+    found = ((call, called_module(call)) for at, call, _ in recording.activations(step) if at == 0)
+    return {module for call, module in found if call != module}
+
+
+def _calls(recording: Recording, step: int, modules: Collection[str]) -> dict[str, dict[str, Side]]:
     """The input of each call in the first microbatch of rank 0, or else its output, by module and name of the call."""
     found: dict[str, dict[str, Side]] = {}
     for microbatch, call, use in recording.activations(step):
-        calls = found.setdefault(called_module(call), {})
-        if microbatch == 0 and (use == INPUT or call not in calls):
+        calls = found.setdefault(module, {}) if (module := called_module(call)) in modules else {}
+        if module in modules and microbatch == 0 and (use == INPUT or call not in calls):
             calls[call] = activation_values(recording, step, 0, (microbatch, call, use))
     return found
 
 
 def _matched(ours: dict[str, Side], theirs: dict[str, Side], near: float) -> dict[str, str]:
-    """For each call of the second run, the name of one of the first run with the same input: its own name if possible. Calls that
-    are left are matched in their order, and those that are too many keep their names if these are free."""
+    """For each call of the second run, the name of one of the first run with the same input: its own name if possible. The other
+    calls are matched in their order, as far as there are names."""
     found: dict[str, str] = {}
     for call, given in theirs.items():
-        alike = [name for name, other in ours.items() if name not in found.values() and _agree(other, given, near)]
-        if alike:
-            found[call] = call if call in alike else alike[0]
+        free = [name for name in ours if name not in found.values()]
+        own_first = sorted(free, key=lambda name, call=call: name != call)
+        name = next((name for name in own_first if _agree(ours[name], given, near)), None)
+        if name is not None:
+            found[call] = name
     left = [name for name in ours if name not in found.values()]
     return found | dict(zip((call for call in theirs if call not in found), left, strict=False))
 
 
 def _agree(a: Side, b: Side, near: float) -> bool:
-    """Whether two inputs are the same but for rounding, in the rows that both have: a run may divide its batch."""
+    """Whether two inputs are the same but for rounding, in the rows that both have: runs may have batches of other sizes."""
     if a.elements is not None and b.elements is not None and a.elements.ndim and b.elements.ndim:
         rows = min(len(a.elements), len(b.elements))
         a, b = Side(a.elements[:rows]), Side(b.elements[:rows])

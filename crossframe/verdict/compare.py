@@ -9,8 +9,8 @@ from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import EPS_HAT, GROUPS
 from crossframe.verdict.activation_dims import in_one_order
-from crossframe.verdict.bits import bits_of
-from crossframe.verdict.call_orders import in_order_of_calls
+from crossframe.verdict.bits import bits_of, is_repetition
+from crossframe.verdict.call_orders import match_calls
 from crossframe.verdict.conclude import conclude_by_bounds, conclude_by_limits, conclude_initial_values
 from crossframe.verdict.diagnosis import (
     Diagnosis,
@@ -122,16 +122,19 @@ def compare(
     """
     naming = in_one_naming(a, b, param_map)
     a, b = in_one_order(naming.a, naming.b)
-    if (in_other_order := in_order_of_calls(a, b)) is None:
+    is_golden = b.golden is not None  # whose spread has its own names
+    if (calls := match_calls(b, a) if is_golden else match_calls(a, b)) is None:
         return _compare(a, b, naming, sketched, repeats, bitwise)
-    view, text = in_other_order
-    found = _compare(a, view, naming, sketched, repeats, bitwise)
-    if found.verdict not in (Verdict.BUG, Verdict.INCOMPARABLE):
-        return replace(found, notes=(*found.notes, f"{text}: calls with the same inputs are compared"))
+    sides = (calls.view(a), b) if is_golden else (a, calls.view(b))
+    renamed = a if is_golden else b
+    views = [calls.view(repeat) if is_repetition(repeat, renamed) else repeat for repeat in repeats]
+    found = _compare(*sides, naming, sketched, views, bitwise)
+    where = found.first_divergence
+    if found.verdict is not Verdict.INCOMPARABLE and (where is None or where.phase != FORWARD):
+        return replace(found, notes=(*found.notes, f"{calls.text}: calls with the same inputs are compared"))
     by_number = _compare(a, b, naming, sketched, repeats, bitwise)
-    return replace(
-        by_number, notes=(*by_number.notes, f"{text}; if calls with the same inputs are compared, {found.reason}")
-    )
+    note = f"{calls.text}; if calls with the same inputs are compared, {found.reason}"
+    return replace(by_number, notes=(*by_number.notes, note))
 
 
 def _compare(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.module_calls import called_module
 from crossframe.recording.reader import Recording
 from crossframe.verdict.measure.pair import Pair
 
@@ -83,7 +84,7 @@ def _activations(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     for i in (0, 1):
         # A module that only one of them watches is no part of the other model's units.
         known = modules[1 - i] | with_params
-        alone = [at for at in recorded[i] if at not in recorded[1 - i] and at[0] in known]
+        alone = [at for at in recorded[i] if at not in recorded[1 - i] and called_module(at[0]) in known]
         if alone:
             module, use = alone[0]
             what = f"the {use} of {f'{module!r}' if module else 'the model'}"

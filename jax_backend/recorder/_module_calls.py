@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from crossframe.recording.module_calls import next_call, renamed_call
+from crossframe.recording.module_calls import renamed_call
 from crossframe.replacing import replacing, setting, subclasses_of
 from jax_backend.activations import INPUT, OUTPUT, module_scope
 from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
@@ -94,16 +94,12 @@ def _report(name: str, use: str, values: Any) -> None:
     """Report the first floating array of a call of a module that is no parameter."""
     collector = innermost()
     assert collector is not None
-    reported = {tap.about for tap in collector.taps if tap.kind == ACTIVATION}
-    call = next_call(name, lambda call: (call, use) in reported)
-    if call is None:
-        return
     for leaf in jax.tree.leaves(values):
         # jnp.float32 has a dtype too, but no shape.
         if id(leaf) not in collector.paths and hasattr(leaf, "shape") and is_floating(leaf):
             # Inside a scan or a checkpoint of the model it cannot leave.
             if (array := at_level(collector, leaf)) is not None:
-                collector.add([Tap(ACTIVATION, (call, use), {"array": Value(array)})])
+                collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])
             return
 
 

@@ -26,6 +26,7 @@ from jax._src import core
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 from jax.sharding import SingleDeviceSharding
 
+from crossframe.recording.module_calls import called_module, next_call
 from crossframe.replacing import setting
 from crossframe.trace import Event
 from jax_backend.mesh._vmap import mapped_ranks
@@ -198,6 +199,7 @@ class Collector:
         is_scan: whether the function is the body of a scan.
         described: what is known of the program's modules, which all collectors share.
         constrained: by the id of a result of `with_sharding_constraint` and the like, the result and its argument.
+        calls: names of calls of modules and uses, of its taps.
     """
 
     trace: Any
@@ -211,6 +213,7 @@ class Collector:
     taps: list[Tap] = field(default_factory=list)
     described: Described = field(default_factory=Described)
     constrained: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    calls: set[tuple[str, str]] = field(default_factory=set)
 
     def constrain(self, given: Any, results: Any) -> None:
         """Note that results have the same values as the given leaves, with another sharding."""
@@ -230,8 +233,16 @@ class Collector:
         return {self.key(leaf): (kind, i) for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def add(self, taps: Iterable[Tap]) -> None:
-        """Add taps in the order of the program."""
-        self.taps.extend(taps)
+        """Add taps in the order of the program. Further calls of a module get names of their own."""
+        for tap in taps:
+            if tap.kind == ACTIVATION:  # a function that is called again has the taps of its first call
+                name, use = tap.about
+                call = next_call(called_module(name), lambda call, use=use: (call, use) in self.calls)
+                if call is None:
+                    continue
+                self.calls.add((call, use))
+                tap = replace(tap, about=(call, use))
+            self.taps.append(tap)
 
     def is_current(self) -> bool:
         """Whether values of JAX's current trace belong to this function."""

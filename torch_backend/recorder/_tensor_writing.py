@@ -21,6 +21,7 @@ from crossframe.recording.event_format import (
     TENSOR_USES,
     UPDATE,
 )
+from crossframe.recording.module_calls import called_module
 from torch_backend.compat._dtypes import as_real, to_numpy
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
@@ -130,7 +131,8 @@ class Keeper:
             return
         gathered: Tensor | None = value
         if (ranks := self._view.engine.tensor_ranks) is not None:
-            gathered, others = ranks.whole(value, self._modules.get(module), module, use)
+            of = called_module(module)
+            gathered, others = ranks.whole(value, self._modules.get(of), of, use)
             if others is not None:
                 self._disagreement(step, FORWARD, "", module, use, others)
         if gathered is not None and self._view.context is not None:

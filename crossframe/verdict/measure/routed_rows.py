@@ -27,6 +27,7 @@ import numpy as np
 
 from crossframe.alignment.module_names import enclosing, kind_of
 from crossframe.recording.event_format import INPUT, OUTPUT
+from crossframe.recording.module_calls import called_module
 from crossframe.verdict.measure.aligned_samples import At
 from crossframe.verdict.measure.metrics import distance, norm
 from crossframe.verdict.measure.pair import Pair
@@ -72,7 +73,8 @@ class RoutedRows:
         The outermost comes first: a fault inside of it does not change its input.
         """
         microbatch, module, _ = at
-        around = [*dict.fromkeys(("", *reversed(list(enclosing(module))), module))]
+        is_first = called_module(module) == module  # which calls of other modules are around a further one is not known
+        around = [*dict.fromkeys(("", *reversed(list(enclosing(module))), module))] if is_first else [module]
         for each in around:
             use = next((use for use in (INPUT, OUTPUT) if (microbatch, each, use) in self._recorded), None)
             if use is None:

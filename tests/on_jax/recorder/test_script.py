@@ -196,6 +196,14 @@ params = net.init(jax.random.key(0), batches[0]["image"])["params"]
 def apply(params, x):
     return net.apply({"params": params}, x)
 """,
+    "functions": """
+same = jax.jit(jax.named_call(lambda params, x: x @ params["kernel"], name="same"))
+head = jax.named_call(lambda params, x: x @ params["kernel"], name="head")
+keys = jax.random.split(jax.random.key(0))
+params = {"same": {"kernel": jax.random.normal(keys[0], (6, 6))}, "head": {"kernel": jax.random.normal(keys[1], (6, 3))}}
+def apply(params, x):
+    return head(params["head"], same(params["same"], jax.nn.relu(same(params["same"], x))))
+""",
     "nnx": """
 from flax import nnx
 class Net(nnx.Module):
