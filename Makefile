@@ -9,14 +9,14 @@ FAULTS ?= 200
 # Many tests wait for processes that they start: two processors have time for a third worker.
 WORKERS ?= 3
 
-.PHONY: parity test long long-list exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
+.PHONY: parity test slow slow-list exhaustive jax-defaults gpu gpu-tests gpu-jax gpu-parity gpu-bench check docs spec mutate where format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make parity   train a GPT in torch and in JAX, sharded, and say whether they agree (WORLD_SIZE=$(WORLD_SIZE))"
-	@echo "make test     the test suite without what takes long, in $(WORKERS) processes"
-	@echo "make long     the tests that take long, those of tests/long.txt; make long-list measures which do"
-	@echo "make exhaustive   the same with every combination and the tests that take long: hours"
+	@echo "make test     the test suite without slow tests, in $(WORKERS) processes"
+	@echo "make slow     the slow tests, which tests/slow.txt lists; make slow-list measures them"
+	@echo "make exhaustive   the whole suite with every combination: hours"
 	@echo "make jax-defaults   tests/on_jax without jax_enable_x64 and with XLA's default flags, in $(WORKERS) processes"
 	@echo "make gpu      tests, parity and benchmarks on a GPU, with the packages of PYTHON; each of its four parts has a target"
 	@echo "make check    formatting, lint, types and import rules"
@@ -42,13 +42,13 @@ parity: $(INSTALLED)
 
 # Ranks and commands are hundreds of processes: without bytecode on disk each would compile the project again.
 test: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long without
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --slow without
 
-long: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long only
+slow: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --slow only
 
-long-list: $(INSTALLED)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -p tests.processor_time
+slow-list: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -p tests.cpu_time
 
 exhaustive: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --exhaustive

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.processor_time import LIST
+from tests.cpu_time import LIST
 from tests.ranks import Ranks, started_ranks
 
 # A shell starts what is in its background with SIGINT ignored, and so would be the processes that tests interrupt.
@@ -39,12 +39,12 @@ JAX_DEFAULTS = "CROSSFRAME_TESTS_OF_JAX_DEFAULTS"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--exhaustive`: tests marked `exhaustive` too, and every combination where a test otherwise takes those that differ.
 
-    `--long`: with or without the tests of long.txt, or only these (`tests.processor_time`).
+    `--slow`: with or without the tests of slow.txt, or only these (`tests.cpu_time`).
     """
     parser.addoption(
         "--exhaustive", action="store_true", help="also tests that take hours, and every combination of each"
     )
-    parser.addoption("--long", choices=("with", "without", "only"), default="with", help="the tests of tests/long.txt")
+    parser.addoption("--slow", choices=("with", "without", "only"), default="with", help="the tests of tests/slow.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,8 +109,8 @@ def _compile(files: Sequence[Path], hook: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `exhaustive` to `--exhaustive`, unless the command line names single tests, and choose by `--long`."""
-    if (choice := config.getoption("--long")) != "with":
+    """Leave tests marked `exhaustive` to `--exhaustive`, unless the command line names single tests, and choose by `--slow`."""
+    if (choice := config.getoption("--slow")) != "with":
         listed = frozenset(LIST.read_text().splitlines())
         _deselect(config, items, [item for item in items if (item.nodeid in listed) is (choice == "without")])
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):

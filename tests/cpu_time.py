@@ -1,6 +1,6 @@
-"""Measures the processor time of tests, and lists those that take long in `long.txt`: `pytest -p tests.processor_time`.
+"""Measures the CPU time of tests, and lists the slow ones in `slow.txt`: `pytest -p tests.cpu_time`.
 
-`make test` leaves these out, and `make long` runs them. Next to other programs tests take about as much processor time as alone,
+`make test` leaves these out, and `make slow` runs them. Next to other programs tests take about as much CPU time as alone,
 unlike time on the clock.
 """
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-LIST = Path(__file__).with_name("long.txt")
-LONG = 1.0
-"""Seconds of processor time, with processes that a test starts or uses."""
-_SECONDS = "processor seconds"
+LIST = Path(__file__).with_name("slow.txt")
+SLOW = 1.0
+"""Seconds of CPU time, with processes that a test starts or uses."""
+_SECONDS = "CPU seconds"
 _before: dict[str, float] = {}
 _measured: dict[str, float] = {}
 
 
 def seconds() -> float:
-    """The processor time of this process and its descendants, also of those that have ended and were waited for."""
+    """The CPU time of this process and its descendants, also of those that have ended and were waited for."""
     spent, children = {}, {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -68,12 +68,12 @@ def updated(listed: Iterable[str], measured: Mapping[str, float], root: Path) ->
 
     Args:
         listed: the list before.
-        measured: seconds of processor time by test.
+        measured: seconds of CPU time by test.
         root: the folder of all tests' paths.
     """
     ran = {_file(test) for test in measured}
     kept = (test for test in listed if _file(test) not in ran and (root / _file(test)).is_file())
-    return sorted({*kept, *(test for test, spent in measured.items() if spent > LONG)})
+    return sorted({*kept, *(test for test, spent in measured.items() if spent > SLOW)})
 
 
 def _file(test: str) -> str:

@@ -1,4 +1,4 @@
-"""The list of the tests that take long, and how it is made."""
+"""The list of slow tests, and how it is made."""
 
 import ast
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tests.processor_time import LIST, LONG, seconds, updated
+from tests.cpu_time import LIST, SLOW, seconds, updated
 
 ROOT = LIST.parent.parent
 LISTED = LIST.read_text().splitlines()
@@ -20,7 +20,7 @@ def test_every_listed_test_exists():
         functions[path] = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     pairs = ((each, each.partition("[")[0].split("::")) for each in LISTED)
     lost = [each for each, (path, *names) in pairs if not set(names) <= functions[path]]
-    assert not lost, f"make long-list lists the tests that take long now; these are gone: {lost}"
+    assert not lost, f"make slow-list writes the list again; these tests are gone: {lost}"
 
 
 def test_the_time_of_descendants_counts_and_that_of_waiting_does_not():
@@ -36,6 +36,6 @@ def test_the_time_of_descendants_counts_and_that_of_waiting_does_not():
 def test_a_run_replaces_what_is_listed_of_its_files_alone(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.py").touch()
-    measured = {"a.py::x": LONG + 0.1, "a.py::y": LONG - 0.1, "c.py::z": 0.0}
+    measured = {"a.py::x": SLOW + 0.1, "a.py::y": SLOW - 0.1, "c.py::z": 0.0}
     listed = ["a.py::y", "b.py::x[1]", "c.py::z", "gone.py::x"]
     assert updated(listed, measured, tmp_path) == ["a.py::x", "b.py::x[1]"]
