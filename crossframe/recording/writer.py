@@ -151,7 +151,8 @@ class RecordingWriter:
         """Record the input or output of a module in this rank's forward. Call this in the order of forward.
 
         Args:
-            module: canonical name; "" is the model.
+            module: canonical name; "" is the model. A further call of a module has a name of its own
+                (`crossframe.recording.module_calls`).
             use: "input" or "output".
             value: an array, or its sketch.
             shape: the shape, if `value` is a sketch.

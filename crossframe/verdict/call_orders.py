@@ -78,10 +78,12 @@ def _called_again(recording: Recording, step: int) -> set[str]:
 def _calls(recording: Recording, step: int, modules: Collection[str]) -> dict[str, dict[str, Side]]:
     """The input of each call in the first microbatch of rank 0, or else its output, by module and name of the call."""
     found: dict[str, dict[str, Side]] = {}
-    for microbatch, call, use in recording.activations(step):
-        calls = found.setdefault(module, {}) if (module := called_module(call)) in modules else {}
-        if module in modules and microbatch == 0 and (use == INPUT or call not in calls):
-            calls[call] = activation_values(recording, step, 0, (microbatch, call, use))
+    for at in recording.activations(step):
+        microbatch, call, use = at
+        if microbatch == 0 and (module := called_module(call)) in modules:
+            calls = found.setdefault(module, {})
+            if use == INPUT or call not in calls:
+                calls[call] = activation_values(recording, step, 0, at)
     return found
 
 
