@@ -26,8 +26,8 @@ class Divergence:
         event: the operation that produced it: "all_gather", "input", "output", "loss", "backward", "reduce_scatter",
             "all_reduce", "grad_norm", "state", "optimizer" or "buffer".
         ranks: all ranks with differing values, in order; empty if unknown.
-        module: the module of an activation, or a further call of it, such as "encoder (call 2)"; None for the model's own input or
-            output, and for other quantities.
+        module: the module of an activation, or a further call of it, such as "encoder (call 2)"; None for the model's own input
+            or output, and for other quantities.
         buffer: the name of a buffer; None for other quantities.
     """
 
