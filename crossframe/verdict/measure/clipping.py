@@ -5,6 +5,8 @@ so it then records the clipped gradients. In this case the gradients of one reco
 1, and the optimizer states agree. If the optimizers had received gradients that differ by c, their momenta would differ by (1 -
 c) times the gradient's weight in the momentum. Agreement to better than half of this distinguishes the two cases.
 Entries of an optimizer that is not known show only that the gradients differed: in the first step, where they have nothing else.
+If no state shows what an optimizer received, the recording without the factor may state the norm to which it clips, and the
+gradients of the other one have this norm.
 """
 
 from dataclasses import dataclass
@@ -72,14 +74,28 @@ def _clipped_at(pair: Pair, step: int) -> Clipped | None:
         return None
     factor, names = found
     given_alike = {_given_alike(pair, step, name, small, factor) for name in names}
-    return Clipped(small, factor) if True in given_alike and False not in given_alike else None
+    is_known = True in given_alike or _is_as_stated(pair, step, small, typical[small])
+    return Clipped(small, factor) if is_known and False not in given_alike else None
+
+
+def _is_as_stated(pair: Pair, step: int, small: int, typical: float) -> bool:
+    """Whether the gradients have the norm to which the other recording alone states that it clips."""
+    stated = [recording.manifest.settings.get("clip") for recording in (pair.a, pair.b)]
+    if stated[small] is not None or stated[1 - small] is None:
+        return False
+    return abs(_norm((pair.a, pair.b)[small], step, typical) - stated[1 - small]) <= _LEAST * stated[1 - small]
+
+
+def _norm(recording: Recording, step: int, typical: float) -> float:
+    """The norm of all gradients of a step."""
+    trained = [spec.numel for name, spec in recording.manifest.params.items() if recording.has(REDUCE, step, name)]
+    return typical * float(np.sqrt(sum(trained)))
 
 
 def _before_clipping(recording: Recording, step: int, typical: float) -> bool:
     """Whether the norm that the loop computed before clipping is that of the recorded gradients."""
     norm_before = recording.grad_norm(step, 0)
-    trained = [spec.numel for name, spec in recording.manifest.params.items() if recording.has(REDUCE, step, name)]
-    return norm_before is not None and abs(norm_before - typical * np.sqrt(sum(trained))) <= 0.01 * norm_before
+    return norm_before is not None and abs(norm_before - _norm(recording, step, typical)) <= 0.01 * norm_before
 
 
 def _common_factor(pair: Pair, step: int, small: int) -> tuple[float, list[str]] | None:

@@ -252,3 +252,27 @@ def test_perturbed_runs_measure_before_or_after_clipping_as_their_run(tmp_path, 
             found = compare(*pair)
             assert found.verdict is verdict, found.reason
             assert found.first_divergence is None or found.first_divergence.phase == REDUCE
+
+
+@pytest.mark.parametrize(
+    ("stated", "clipped"),
+    [((1.0, None), True), ((1.009, None), True), ((1.02, None), False), ((None, None), False), ((1.0, 1.0), False)],
+    ids=["stated", "stated to a hundredth", "another norm", "not stated", "stated by both"],
+)
+def test_a_stated_norm_shows_clipping_without_known_state(tmp_path, monkeypatch, stated, clipped):
+    monkeypatch.setattr(RecordingWriter, "state", lambda *args: None)
+    tampers = [_updated(1.0, noise=0.1), synthetic.both(_updated(1.0, noise=0.1), _clipped())]
+    plain = [
+        synthetic.record(tmp_path / f"plain{i}", synthetic.manifest(1, steps=1), tamper=each)
+        for i, each in enumerate(tampers)
+    ]
+    norm = np.sqrt(sum(np.square(plain[1].full(REDUCE, 0, name)).sum() for name in plain[1].manifest.params))
+    runs = []
+    for i, (tamper, clip) in enumerate(zip(tampers, stated, strict=True)):
+        settings = {} if clip is None else {"clip": float(clip * norm)}
+        runs.append(
+            synthetic.record(tmp_path / str(i), synthetic.manifest(1, steps=1, settings=settings), tamper=tamper)
+        )
+    for side, pair in enumerate((runs, runs[::-1])):
+        found = clipped_on_one_side(Pair(*pair), 0)
+        assert (found is not None and found.side == 1 - side) == clipped
