@@ -6,7 +6,7 @@ the same input. If that shows a bug in forward, a call may have the input of ano
 which locates it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from crossframe.alignment.modules import NEAR
@@ -33,7 +33,7 @@ class MatchedCalls:
     """
 
     activations: Activations
-    modules: tuple[str, ...]
+    modules: Sequence[str]
 
     def view(self, recording: Recording) -> Recording:
         """The recording, or a repetition of it, with these names."""
@@ -42,8 +42,9 @@ class MatchedCalls:
     @property
     def text(self) -> str:
         """A clause that names the modules."""
-        more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
-        return f"the runs call {self.modules[0]!r}{more} in another order"
+        first, *others = self.modules
+        more = f" and {len(others)} more" if others else ""
+        return f"the runs call {first!r}{more} in another order"
 
 
 def match_calls(a: Recording, b: Recording) -> MatchedCalls | None:
@@ -66,7 +67,7 @@ def match_calls(a: Recording, b: Recording) -> MatchedCalls | None:
     steps = range(b.num_steps)
     every = dict.fromkeys((module, use) for at in steps for _, module, use in b.activations(at))
     kept = [(call, use) for call, use in every if call in names or call not in taken]
-    return MatchedCalls({(names.get(call, call), use): ((call, use), None) for call, use in kept}, tuple(moved))
+    return MatchedCalls({(names.get(call, call), use): ((call, use), None) for call, use in kept}, moved)
 
 
 def _called_again(recording: Recording, step: int) -> set[str]:

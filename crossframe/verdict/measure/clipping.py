@@ -80,10 +80,11 @@ def _clipped_at(pair: Pair, step: int) -> Clipped | None:
 
 def _is_as_stated(pair: Pair, step: int, small: int, typical: float) -> bool:
     """Whether the gradients have the norm to which the other recording alone states that it clips."""
-    stated = [recording.manifest.settings.get("clip") for recording in (pair.a, pair.b)]
-    if stated[small] is not None or stated[1 - small] is None:
+    sides = pair.a, pair.b
+    own, stated = (sides[side].manifest.settings.get("clip") for side in (small, 1 - small))
+    if own is not None or stated is None:
         return False
-    return abs(_norm((pair.a, pair.b)[small], step, typical) - stated[1 - small]) <= _LEAST * stated[1 - small]
+    return abs(_norm(sides[small], step, typical) - stated) <= _LEAST * stated
 
 
 def _norm(recording: Recording, step: int, typical: float) -> float:
