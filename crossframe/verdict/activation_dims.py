@@ -15,6 +15,7 @@ from crossframe.recording.dims import LEAST_DIMS, Order, channels_first_shape
 from crossframe.verdict.measure.aligned_samples import At, aligned, shared_activations
 from crossframe.verdict.measure.metrics import distance
 from crossframe.verdict.measure.quantities import finite
+from crossframe.verdict.measure.sample_ranks import is_by_rank
 from crossframe.verdict.measure.values import Side, activation_values, match_values
 
 Of = tuple[str, str]
@@ -51,18 +52,18 @@ def _note(moved: tuple[set[Of], set[Of]], of: Of, choice: tuple[bool, bool]) -> 
 
 def _choices(a: Recording, b: Recording, steps: Iterable[int]) -> dict[Of, list[tuple[bool, bool]]]:
     """For each activation whose order is unknown, the choices of (move in a, move in b) under which all shapes agree."""
-    same_world = a.manifest.world_size == b.manifest.world_size
+    by_rank = is_by_rank(a, b)
     found: dict[Of, list[tuple[bool, bool]]] = {}
     for step in steps:
         for at in shared_activations(a, b, step):
-            for rank in range(a.manifest.world_size if same_world else 1):
+            for rank in range(a.manifest.world_size if by_rank else 1):
                 orders = [recording.activation_order(step, rank, *at) for recording in (a, b)]
                 if orders == [Order.TORCH, Order.TORCH]:
                     break
                 shapes = [recording.activation_shape(step, rank, *at) for recording in (a, b)]
                 choices = found.setdefault(at[1:], _all_choices(orders))
                 # At different world sizes, ranks have different numbers of samples.
-                found[at[1:]] = [choice for choice in choices if _agree(shapes, choice, 0 if same_world else 1)]
+                found[at[1:]] = [choice for choice in choices if _agree(shapes, choice, 0 if by_rank else 1)]
     return found
 
 
@@ -105,7 +106,7 @@ def _distances(a: Recording, b: Recording, step: int, names: set[Of]) -> dict[Of
 
 
 def _sides(a: Recording, b: Recording, step: int, names: set[Of]) -> Iterable[tuple[At, Side, Side]]:
-    if a.manifest.world_size != b.manifest.world_size:
+    if not is_by_rank(a, b):
         yield from ((at, Side(x), Side(y)) for at, _, x, y in aligned(a, b, step) if at[1:] in names)
         return
     for at in shared_activations(a, b, step):

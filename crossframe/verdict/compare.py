@@ -311,7 +311,7 @@ def _acts(setting: Setting, verdict: Verdict) -> bool:
     Another learning rate changes every update, and other samples every loss, so numbers within a bound then only say that the
     bound is too coarse to show it.
     """
-    if setting.acts_in is None:
+    if setting.acts_in is None or setting.redistributed:
         return False
     return verdict is Verdict.INCONCLUSIVE or (
         verdict is Verdict.ROUNDING and (setting.name == "learning_rate" or setting.moved_samples)

@@ -160,7 +160,7 @@ def evidence_from_cause(
     first = findings.in_bits
     if bits is None or bits.repetition or verdict not in UNDECIDED or first is None or first.quantity.bound is None:
         return None
-    if not pair.same_world or first.quantity.step not in pair.steps or first.quantity.numel < _LEAST_ELEMENTS:
+    if not pair.by_rank or first.quantity.step not in pair.steps or first.quantity.numel < _LEAST_ELEMENTS:
         return None
     if pair.coarser is not None:
         return None
@@ -214,7 +214,7 @@ def evidence_from_direction(
 def _is_cause(pair: Pair, first: Quantity, found: Found) -> bool:
     """Whether the first bitwise difference causes a direction: it is in the step that shows the direction, and not due to a
     different kernel or framework."""
-    same = pair.a.manifest.framework == pair.b.manifest.framework and pair.same_world and pair.coarser is None
+    same = pair.a.manifest.framework == pair.b.manifest.framework and pair.by_rank and pair.coarser is None
     return (
         same and first.bound is not None and first.step == found.stop - 1 and operator_difference(pair, first) is None
     )

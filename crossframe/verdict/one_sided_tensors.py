@@ -25,7 +25,7 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
         own: whether the modules of both have the same names without a map.
     """
     for phase, words in _WORDS.items():
-        if (phase == FORWARD and not own) or (phase == BACKWARD and not pair.same_world):
+        if (phase == FORWARD and not own) or (phase == BACKWARD and not pair.by_rank):
             continue
         have = [_has_any(side, phase, pair.steps[:_STEPS]) for side in (pair.a, pair.b)]
         if have[0] != have[1]:

@@ -48,7 +48,7 @@ def _is_seen(pair: Pair, where: Divergence) -> bool:
     """Whether both recorded the direct causes within the step."""
     if where.phase == NORM:
         return where.step in pair.steps
-    if where.phase == REDUCE and pair.same_world:
+    if where.phase == REDUCE and pair.by_rank:
         assert where.parameter is not None
         return all(recording.has(BACKWARD, where.step, where.parameter, where.rank) for recording in (pair.a, pair.b))
     if where.phase in (FORWARD, BACKWARD, REDUCE, BUFFERS):

@@ -14,11 +14,15 @@ from crossframe.replacing import setting
 from jax_backend.engine import _remat
 from jax_backend.engine._step import Step
 from jax_backend.programs._trace import trace_of
+from jax_backend.recorder._array_interior import may_be_batch
 from jax_backend.recorder._module_calls import reporting_modules
 from jax_backend.recorder._params_as_shards import recorded_collectives
 from jax_backend.recorder._perturbed_rounding import rounded
+from jax_backend.recorder._script_batch import arrays_named_in
 from jax_backend.recorder._script_session import Root, inside_update, seen_updates
 from jax_backend.recorder._taps import (
+    ACTIVATION,
+    GIVEN,
     GRADIENT,
     Detail,
     RankStep,
@@ -83,6 +87,9 @@ class DifferentiatedFunction:
             assert above is not None
             inside = traced(above, (), in_loss=True, detail=Detail.INTERIOR, paths=_paths(self.diff(args)))
             with collecting(inside), reporting_modules():
+                if _rank_step() is None:  # `loss_of_rank` knows the others of a step
+                    others = [arg for i, arg in enumerate(args) if i not in self.indices]
+                    _add_given(jax.tree.leaves((others, kwargs)) or arrays_named_in(self.fun))
                 result = own(*args, **kwargs)
             loss, aux = result if self.has_aux else (result, None)
             return loss, (aux, pack(inside.taps, (), inside))
@@ -101,6 +108,11 @@ class DifferentiatedFunction:
             return args[0]
         return args[self.argnums] if isinstance(self.argnums, int) else tuple(args[i] for i in self.argnums)
 
+    @property
+    def indices(self) -> Sequence[int]:
+        """The positions of the arguments that are differentiated."""
+        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+
     def tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
         """The tap of a result, with those inside of it."""
         value, grads = result
@@ -118,13 +130,24 @@ class DifferentiatedFunction:
         is_reduced = step is not None and step.reduces
         local = local if is_reduced and collector.detail is Detail.INTERIOR else {}
         values["local_grads"] = {bucket: value_of_ranks(collector, array) for bucket, array in local.items()}
-        values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in inside)
-        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in inside), step), values)
+        modules = [tap for tap in inside if tap.kind == ACTIVATION]
+        values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in modules)
+        given = next((tap.values["arrays"] for tap in inside if tap.kind == GIVEN), ())
+        values["given"] = tuple(value_of_ranks(collector, value.array) for value in given)
+        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in modules), step), values)
 
 
 def _rank_step() -> RankStep | None:
     collector = innermost()
     return None if collector is None else collector.described.rank_step
+
+
+def _add_given(values: Any) -> None:
+    """Add what may be the batch of a loss function that is about to be called."""
+    collector = innermost()
+    assert collector is not None
+    leaves = (at_level(collector, leaf) for leaf in jax.tree.leaves(values) if may_be_batch(leaf))
+    collector.add([Tap(GIVEN, (), {"arrays": tuple(Value(leaf) for leaf in leaves if leaf is not None)})])
 
 
 def _repeatable(fun: Any) -> Any:
@@ -157,6 +180,8 @@ def loss_of_rank(own: Callable) -> Callable:
     def call(self: Any, params: Any, *args: Any) -> Any:
         if (collector := innermost()) is not None and collector.in_loss:
             collector.paths |= _paths(params)
+            if collector.detail is Detail.INTERIOR:
+                _add_given(jax.tree.leaves(args))
         return own(self, params, *args)
 
     return call

@@ -11,6 +11,7 @@ import numpy as np
 
 from crossframe.errors import UsageError
 from jax_backend.recorder._array_interior import compute_dtype
+from jax_backend.recorder._cut_batches import CutBatches
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._model_state import ByRank, canonical_names, of_ranks, statistics_of_ranks
 from jax_backend.recorder._models_as_shards import joined, named_state
@@ -49,7 +50,7 @@ class Records:
     """
 
     def __init__(self, begin: Callable[..., Recorder], constants: Constants) -> None:
-        self._begin, self._constants = begin, constants
+        self._begin, self._constants, self._cut_batches = begin, constants, CutBatches()
         self.recorder: Recorder | None = None
         self.leads: dict[Model, str] = {}
 
@@ -64,6 +65,8 @@ class Records:
             for turn in step.turns:
                 turn.gradients = [replace(each, batch=self._constants.others(each.batch)) for each in turn.gradients]
             self._constants.forget_copies()
+        for turn in step.turns:
+            turn.gradients = self._cut_batches.cut(turn.gradients)
         before = self._all({model: turn.before for model, turn in step.first.items()})
         after = self._all({model: turn.kept_after for model, turn in step.last.items()})
         has_tensors = self.recorder is None or self.recorder.records()

@@ -53,12 +53,14 @@ class Gradient:
         batch: the arrays of its batch.
         grads: its arrays that the script has got, which it may free.
         at: the arrays at which it was taken, by their ids.
+        parts: the arrays of each microbatch, where the step is known to cut these out of the batch.
     """
 
     tap: Tap
     batch: Sequence[Any]
     grads: tuple[weakref.ref, ...]
     at: Mapping[int, Any]
+    parts: Sequence[Sequence[Any]] = ()
 
     @classmethod
     def of(cls, tap: Tap, batch: Sequence[Any], originals: Mapping[int, Any]) -> "Gradient":
@@ -92,6 +94,8 @@ class Gradient:
     @property
     def microbatches(self) -> list[Sequence[Any]]:
         """The arrays of each microbatch: a scan over microbatches cuts those that have its length."""
+        if self.parts:
+            return [*self.parts]
         if len(self.tap.scans) != 1:
             return [self.batch]
         number = self.tap.scans[0].length

@@ -95,9 +95,10 @@ class Tap:
     scans: tuple[Scan, ...] = ()
 
 
-GRADIENT, UPDATE, APPLY, ACTIVATION = "gradient", "update", "apply", "activation"
+GRADIENT, UPDATE, APPLY, ACTIVATION, GIVEN = "gradient", "update", "apply", "activation", "given"
 FORWARD = "forward"
-"""The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules inside; of an
+"""The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules and its other
+arguments inside; of an
 optimizer's update the gradients and parameters that it gets, its state and the updates; of an application of updates the
 parameters before and after; of a module its input or output; of a call of a model its parameters, batch and modules inside.
 `_gradients.py`, `_optimizer_updates.py` and `_model_calls.py` make them."""

@@ -49,7 +49,7 @@ def _compared_ranks(pair: Pair, step: int, name: str) -> range | None:
             first, second = labels(pair.a, pair.b)
             pair.unlike_buffers[name] = f"it has shape {shapes[0]} in {first} and {shapes[1]} in {second}"
             return None
-    if pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step)):
+    if pair.by_rank and (not pair.reordered(step) or in_place(pair.a, pair.b, step)):
         return range(worlds[0])
     if _calls(pair.a) != _calls(pair.b):
         pair.unlike_buffers[name] = "the models are called for other microbatches"

@@ -87,12 +87,12 @@ def _of_step(pair: Pair, step: int, phases: Sequence[str]) -> Iterator[Group]:
     if UNSHARDED in phases:
         yield from _unsharded(pair, step)
     if FORWARD in phases:
-        whole = pair.same_world and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
+        whole = pair.by_rank and (not pair.reordered(step) or in_place(pair.a, pair.b, step))
         losses = _losses(pair, step)
         yield from _of_one_kind(pair, (_activations if whole else _aligned_activations)(pair, step), losses)
         yield from _losses_of_backwards(pair, step)
         yield losses
-    if BACKWARD in phases and pair.same_world:
+    if BACKWARD in phases and pair.by_rank:
         yield from _local_grads(pair, step)
     if REDUCE in phases:
         yield from _reduced_grads(pair, step)
@@ -129,7 +129,7 @@ def _turn_of(pair: Pair, turns: list[int], quantity: Quantity) -> int:
 
 def _alike_backwards(pair: Pair, step: int) -> bool:
     """Whether all ranks of both recordings have as many forwards before each backward of a step; without turns, none have any."""
-    if not pair.same_world:
+    if not pair.by_rank:
         return False
     ranks = range(pair.a.manifest.world_size)
     forwards = [[each for each, _ in r.backwards(step, rank)] for r in (pair.a, pair.b) for rank in ranks]
@@ -399,10 +399,10 @@ def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -
 
 def _losses(pair: Pair, step: int) -> Group:
     rows = [losses[step] for losses in pair.losses]
-    alone = pair.same_world and not any(r.manifest.settings.get(LOSSES) == MEAN for r in (pair.a, pair.b))
+    alone = pair.by_rank and not any(r.manifest.settings.get(LOSSES) == MEAN for r in (pair.a, pair.b))
     ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if alone else [None]
     if not alone:
-        factors = (1.0, 1.0) if pair.same_world else shares_of(pair)
+        factors = (1.0, 1.0) if pair.by_rank else shares_of(pair)
         rows = [np.array([row.mean() * factor]) for row, factor in zip(rows, factors, strict=True)]
     return [_loss(pair, step, rank, _numbers(rows[0][i], rows[1][i])) for i, rank in enumerate(ranks)]
 

@@ -12,6 +12,7 @@ from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BUFFERS, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
 from crossframe.recording.known_settings import EPS_HAT, FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.sample_ranks import are_redistributed, other_samples
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
 _MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": PARAMETERS, "learning_rate": UPDATE}
@@ -50,6 +51,7 @@ class Setting:
         scheduled: whether the runs state the same initial value, so that only their schedules differ.
         moved_samples: whether it is a batch that has samples of the other run's other steps or ranks, so that the numbers of both
             runs differ for certain.
+        redistributed: whether it is a batch of which all ranks together have the same samples (`are_redistributed`).
     """
 
     name: str
@@ -62,6 +64,7 @@ class Setting:
     text: str = ""
     scheduled: bool = False
     moved_samples: bool = False
+    redistributed: bool = False
 
     def explains(self, where: Divergence) -> bool:
         """Whether it can cause a divergence."""
@@ -116,6 +119,9 @@ def differing_batches(a: Recording, b: Recording) -> Setting | None:
         for rank in range(a.manifest.world_size):
             if not a.batch(step, rank).has_samples_of(b.batch(step, rank)):
                 text = f"the batch of rank {rank} at step {step} differs between {first} and {second}"
+                if are_redistributed(a, b):
+                    together = f"{text}, though all ranks together have the same samples"
+                    return Setting(BATCH, "", "", FORWARD, step, text=together, redistributed=True)
                 moved = _has_moved_samples(a, b, step, rank) or _has_moved_samples(b, a, step, rank)
                 return Setting(BATCH, "", "", FORWARD, step, text=text, moved_samples=moved)
     return None
@@ -266,25 +272,8 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     if a.manifest.world_size != b.manifest.world_size:
         by_reason: dict[str, list[int]] = {}
         for step in common_steps(a, b):
-            for reason in _other_samples(a, b, step):
+            for reason in other_samples(a, b, step, (first, second)):
                 by_reason.setdefault(reason, []).append(step)
         for reason, steps in by_reason.items():
             later = f" and {len(steps) - 1} later step{'s' * (len(steps) > 2)}" if len(steps) > 1 else ""
             yield f"at step {steps[0]}{later} {reason}"
-
-
-def _other_samples(a: Recording, b: Recording, step: int) -> Iterator[str]:
-    """What forbids to compare a step at two world sizes."""
-    samples = []
-    for recording, label in zip((a, b), labels(a, b), strict=True):
-        fed = [recording.batch(step, rank).sample_ids for rank in range(recording.manifest.world_size)]
-        if not all(fed):
-            yield f"{label} has no sample ids, which are needed to compare different world sizes; record sample_ids"
-        if len({len(ids) for ids in fed}) > 1:
-            yield (
-                f"the ranks of {label} have {[len(ids) for ids in fed]} samples: a mean over ranks is not a mean "
-                "over samples, so the result depends on the world size"
-            )
-        samples.append(sorted(i for ids in fed for i in ids))
-    if samples[0] != samples[1]:
-        yield f"{labels(a, b)[0]} and {labels(a, b)[1]} have different samples"

@@ -114,7 +114,7 @@ def _any_sketch(sides: Sequence[Side]) -> bool:
 
 
 def _has_local_grads(pair: Pair, step: int) -> bool:
-    return pair.same_world and all(any(r.has(BACKWARD, step, n) for n in pair.names()) for r in (pair.a, pair.b))
+    return pair.by_rank and all(any(r.has(BACKWARD, step, n) for n in pair.names()) for r in (pair.a, pair.b))
 
 
 def _scaled_at(pair: Pair, step: int) -> Scaled | None:

@@ -13,6 +13,7 @@ from crossframe.recording.event_format import BACKWARD, PARAMETERS, UPDATE
 from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
+from crossframe.verdict.measure.sample_ranks import is_by_rank
 from crossframe.verdict.measure.values import Sides, assemble, match_values, rank_values
 from crossframe.verdict.measure.zero_gradient import (
     GradientSizes,
@@ -45,6 +46,7 @@ class Pair:
             sample, has too many rows in different orders, or is before an elementwise activation on one side and after it on the
             other.
         unlike_buffers: by name, why a buffer that both recorded is not compared, as a clause.
+        by_rank: whether each rank has the same samples in both, so that ranks are compared one by one.
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
@@ -64,7 +66,7 @@ class Pair:
             self.measured = (1 - self.coarser if self.by_products else self.coarser,)
         self.bounds: Bounds = bounds_for(self.dtype)
         self.rounds_in: str = self.dtype
-        self.same_world = a.manifest.world_size == b.manifest.world_size
+        self.by_rank: bool = is_by_rank(a, b)
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ class Pair:
     def reordered(self, step: int) -> bool:
         """Whether the ranks have samples in a different order or in different microbatches, or models are called with other
         arrays."""
-        if not self.same_world:
+        if self.a.manifest.world_size != self.b.manifest.world_size:
             return False
         fed = [[r.batch(step, rank) for rank in range(r.manifest.world_size)] for r in (self.a, self.b)]
         if any(x.digest != y.digest for x, y in zip(*fed, strict=True)):

@@ -160,5 +160,5 @@ def test_samples_are_reordered_on_any_rank(tmp_path, ours, theirs, reordered):
     for run, own in batches.items():
         run.batch = lambda step, rank, own=own: own[rank] if step == 1 else None
     assert found.reordered(1) is reordered
-    found.same_world = False
+    found.by_rank = False
     assert not found.reordered(1)

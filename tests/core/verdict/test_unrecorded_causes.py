@@ -19,8 +19,8 @@ def run(*, activations=True, local=True, dense=0):
     )
 
 
-def pair(a, b, steps=range(9), *, same_world=True):
-    return SimpleNamespace(a=a, b=b, steps=tuple(steps), same_world=same_world)
+def pair(a, b, steps=range(9), *, by_rank=True):
+    return SimpleNamespace(a=a, b=b, steps=tuple(steps), by_rank=by_rank)
 
 
 def where(phase, step=5):
@@ -50,7 +50,7 @@ ALL, NO_ACTIVATIONS, NO_LOCAL = run(), run(activations=False), run(local=False)
 
 
 @pytest.mark.parametrize(
-    ("phase", "lacking", "same_world", "is_seen"),
+    ("phase", "lacking", "by_rank", "is_seen"),
     [
         pytest.param("forward", NO_ACTIVATIONS, True, False, id="loss"),
         pytest.param("backward", NO_ACTIVATIONS, True, False, id="local gradient"),
@@ -65,10 +65,10 @@ ALL, NO_ACTIVATIONS, NO_LOCAL = run(), run(activations=False), run(local=False)
         pytest.param("state", NO_LOCAL, True, True, id="state"),
     ],
 )
-def test_direct_causes_within_the_step_are_seen(phase, lacking, same_world, is_seen):
+def test_direct_causes_within_the_step_are_seen(phase, lacking, by_rank, is_seen):
     expected = None if is_seen else Unrecorded(5, 6, True)
     for sides in ((ALL, lacking), (lacking, ALL)):
-        assert unseen(pair(*sides, same_world=same_world), where(phase)) == expected
+        assert unseen(pair(*sides, by_rank=by_rank), where(phase)) == expected
     assert unseen(pair(ALL, ALL), where(phase)) is None
 
 

@@ -163,6 +163,24 @@ def test_losses_of_added_gradients_are_added(tmp_path, run, mode):
     assert of_microbatches[0, ALL_GATHER] == of_microbatches[1, ALL_GATHER] > 0
 
 
+@pytest.mark.parametrize(
+    ("part", "rows"), [("leaf[start::2]", [0, 2, 1, 3]), ("leaf[4 * start : 4 * start + 4]", [0, 1, 4, 5])]
+)
+def test_parts_that_a_step_cuts_are_compared_by_sample(tmp_path, run, part, rows):
+    """Whatever order of samples, and on whichever rank."""
+    halves = HALVES.replace("leaf[start::2]", part)
+    whole = [recorded(run, tmp_path, f"whole{i}", text(each)) for i, each in enumerate((PLAIN, SHARDED))]
+    alone = recorded(run, tmp_path, "alone", text(halves, PLAIN, IN_PARTS))
+    sharded = recorded(run, tmp_path, "sharded", text(halves, SHARDED, SHARDED_IN_PARTS))
+    for recording in (alone, sharded):
+        assert {compare(each, recording).verdict for each in whole} <= {Verdict.EQUAL, Verdict.ROUNDING}
+        assert not any("not compared" in note for each in whole for note in compare(each, recording).notes)
+    ids = whole[0].batch(0, 0).sample_ids
+    assert sharded.batch(0, 0).sample_ids == tuple(ids[row] for row in rows)
+    inputs = alone.activation(0, 0, 1, "layers.0", "input"), whole[0].activation(0, 0, 0, "layers.0", "input")
+    np.testing.assert_array_equal(inputs[0], inputs[1][1::2] if rows[1] == 2 else inputs[1][4:])
+
+
 def test_small_steps_of_multisteps_are_one_step(tmp_path, run):
     tx = "optax.MultiSteps(optax.adamw(0.01), 3)"
     plain = recorded(run, tmp_path, "plain", text(PLAIN, tx=tx))

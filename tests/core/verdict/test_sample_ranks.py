@@ -1,0 +1,60 @@
+"""Which ranks of two recordings have the same samples, and what is compared if other ranks have them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from crossframe.recording.batches import batch_of
+from crossframe.recording.known_settings import PER_RANK
+from crossframe.verdict.measure.sample_ranks import are_redistributed, is_by_rank
+
+ROWS = np.arange(24.0).reshape(8, 3)
+
+
+def recording(*steps, settings=None):
+    """Of each step the rows of each rank."""
+    batches = [[batch_of([[ROWS[rows]]]) for rows in ranks] for ranks in steps]
+    return SimpleNamespace(
+        manifest=SimpleNamespace(world_size=len(steps[0]), settings=settings or {}),
+        num_steps=len(steps),
+        batch=lambda step, rank: batches[step][rank],
+    )
+
+
+IN_ORDER = [0, 1], [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "are_moved"),
+    [
+        pytest.param([IN_ORDER], [IN_ORDER], False, id="same"),
+        pytest.param([IN_ORDER], [([1, 0], [3, 2])], False, id="order within ranks"),
+        pytest.param([IN_ORDER], [([2, 3], [0, 1])], True, id="exchanged"),
+        pytest.param([IN_ORDER], [([0, 2], [1, 3])], True, id="in turns"),
+        pytest.param([IN_ORDER], [([0, 2], [1, 4])], False, id="others"),
+        pytest.param([IN_ORDER], [([0, 2], [0, 3])], False, id="one twice"),
+        pytest.param([IN_ORDER], [([0], [1, 2, 3])], False, id="other numbers"),
+        pytest.param([IN_ORDER, IN_ORDER], [IN_ORDER, ([2, 3], [0, 1])], True, id="in a later step"),
+        pytest.param([IN_ORDER, ([4, 5], [6, 7])], [([4, 5], [6, 7]), IN_ORDER], False, id="other steps"),
+        pytest.param([IN_ORDER], [([0, 1, 2, 3],)], False, id="another world size"),
+    ],
+)
+def test_samples_on_other_ranks(own, other, are_moved):
+    a, b = recording(*own), recording(*other)
+    assert are_redistributed(a, b) is are_redistributed(b, a) is are_moved
+    assert is_by_rank(a, b) is (a.manifest.world_size == b.manifest.world_size and not are_moved)
+
+
+def test_norms_over_own_samples_depend_on_ranks():
+    a, b = recording(IN_ORDER), recording(([2, 3], [0, 1]), settings={PER_RANK: "BatchNorm"})
+    assert not are_redistributed(a, b) and is_by_rank(a, b)
+
+
+def test_values_that_changed_on_their_rank_were_not_moved():
+    a, b = recording(([0, 1], [2, 3])), recording(([2, 3], [0, 1]))
+    own = b.batch
+    changed = SimpleNamespace(digest="", sample_ids=a.batch(0, 1).sample_ids, inputs=((1, 1),))
+    changed.has_samples_of = lambda other: False
+    b.batch = lambda step, rank: changed if rank else own(step, rank)
+    assert not are_redistributed(a, b)
