@@ -5,9 +5,10 @@ import gc
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from crossframe.keras_models import (
 from crossframe.recording.known_settings import GROUPS
 from crossframe.replacing import replacing, setting
 from jax_backend.recorder._model_state import name_list
-from jax_backend.recorder._module_calls import module_reported
+from jax_backend.recorder._module_calls import calling_model, module_reported
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._optimizer_updates import Accumulation, accumulation, applied, updated
 from jax_backend.recorder._taps import innermost
@@ -75,7 +76,12 @@ def _stateless_call(own: Callable) -> Callable:
             seeds = (f"seed_{i}" for i in itertools.count())
             name_list(others, [names.get(id(each)) or next(seeds) for each in model.non_trainable_variables])
         run = functools.partial(own, model, trainable, others)
-        return _outermost(model, run, args, kwargs) if _is_watched() and _layers.get() is None else run(*args, **kwargs)
+        values = {id(variable): leaf for variable, leaf in zip(model.trainable_variables, trainable, strict=False)}
+        return (
+            _outermost(model, run, args, kwargs, values)
+            if _is_watched() and _layers.get() is None
+            else run(*args, **kwargs)
+        )
 
     return call
 
@@ -98,9 +104,18 @@ def _is_watched() -> bool:
     return (collector := innermost()) is not None and collector.in_loss
 
 
-def _outermost(model: Any, run: Callable, args: Any, kwargs: Any) -> Any:
-    """Call a model. One that is not trained, such as a teacher, does not report."""
-    with setting(_layers, {id(layer): name for name, layer in layers_in(model).items()} if model.trainable else {}):
+def _outermost(
+    model: Any, run: Callable, args: Any, kwargs: Any, values: Mapping[int, Any] = MappingProxyType({})
+) -> Any:
+    """Call a model. One that is not trained, such as a teacher, does not report.
+
+    Args:
+        values: those of its variables that it is called with, by their ids.
+    """
+    named = variables_in(model, trained=True)
+    params = {name: values[id(variable)] for name, variable in named if id(variable) in values}
+    names = {id(layer): name for name, layer in layers_in(model).items()} if model.trainable else {}
+    with setting(_layers, names), calling_model(params):
         return module_reported("", run, args, kwargs, model) if model.trainable else run(*args, **kwargs)
 
 

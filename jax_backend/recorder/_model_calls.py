@@ -121,6 +121,10 @@ def _call(
         "inside": tuple(tap.values["array"].array for tap in inside.taps),
     }
     raised = jax.tree.map(lambda value: Value(at_level(collector, value)), values)
-    about = tuple(params), tuple(np.shape(leaf) for leaf in params.values()), tuple(tap.about for tap in inside.taps)
+    about = (
+        tuple(params),
+        tuple(np.shape(leaf) for leaf in params.values()),
+        tuple(tap.about[:2] for tap in inside.taps),
+    )
     collector.add([Tap(FORWARD, about, raised)])
     return output

@@ -7,8 +7,8 @@ A module's raw name is the path of its parameters, in the tree that is different
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 from crossframe.recording.module_calls import renamed_call
 from crossframe.replacing import replacing, setting, subclasses_of
 from jax_backend.activations import INPUT, OUTPUT, module_scope
-from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, at_level, innermost
-from jax_backend.tree import is_floating, path_name
+from jax_backend.recorder._taps import ACTIVATION, Detail, Tap, Value, are_differentiated, at_level, innermost
+from jax_backend.tree import is_floating, leaves_by_path, path_name
 
 _LINEN_PARAMS = "params"
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
@@ -28,6 +28,12 @@ _running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 _inside_linen: ContextVar[bool] = ContextVar("inside_linen", default=False)
 _applied: ContextVar[tuple[str, ...] | None] = ContextVar("applied", default=())
 """The path of the module that is applied, in the model; None: it is not part of the model."""
+ConstantParams = tuple[tuple[str, tuple[int, ...]], ...]
+"""Path and shape of each parameter of a model by which the loss function is not differentiated."""
+_constants: ContextVar[ConstantParams | None] = ContextVar("constants", default=None)
+"""Of the model that runs; () if the loss function is differentiated by its parameters; None if that is not known."""
+_parts_of_constant: ContextVar[dict[int, str] | None] = ContextVar("parts_of_constant", default=None)
+"""The paths of the modules inside such a model of nnx or equinox, by their ids."""
 
 
 def canonical_module(raw: str, paths: Sequence[str], params: Iterable[str]) -> str:
@@ -99,8 +105,30 @@ def _report(name: str, use: str, values: Any) -> None:
         if id(leaf) not in collector.paths and hasattr(leaf, "shape") and is_floating(leaf):
             # Inside a scan or a checkpoint of the model it cannot leave.
             if (array := at_level(collector, leaf)) is not None:
-                collector.add([Tap(ACTIVATION, (name, use), {"array": Value(array)})])
+                collector.add([Tap(ACTIVATION, (name, use, _constants.get()), {"array": Value(array)})])
             return
+
+
+def calling_model(params: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """A context in which an outermost module is called.
+
+    Args:
+        params: its parameters by path.
+    """
+    return setting(_constants, _constant_params(params))
+
+
+def _constant_params(params: Mapping[str, Any]) -> ConstantParams | None:
+    collector = innermost()
+    arrays = {path: leaf for path, leaf in params.items() if is_floating(leaf)}
+    if not arrays or collector is None or not collector.in_loss:
+        return None
+    match are_differentiated(collector, arrays.values()):
+        case True:
+            return ()
+        case False:
+            return tuple((path, tuple(leaf.shape)) for path, leaf in arrays.items())
+    return None
 
 
 def description(module: Any) -> str:
@@ -180,7 +208,11 @@ def reporting_linen(report: Callable[[str, Callable, Any, Any, Any], Any]) -> It
 
     def intercept(own: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         outer = _applied.get()
-        with setting(_inside_linen, True):
+        with ExitStack() as stack:
+            if not is_inside_linen() and context.module.scope is not None:
+                variables = context.module.scope.root.variables()
+                stack.enter_context(calling_model(leaves_by_path(variables.get(_LINEN_PARAMS, {}))))
+            stack.enter_context(setting(_inside_linen, True))
             if context.method_name != "__call__" or context.module.scope is None or outer is None:
                 return own(*args, **kwargs)
             return report(".".join((*outer, *context.module.path)), own, args, kwargs, context.module)
@@ -245,7 +277,14 @@ def _reporting(own: Any, leaves_of: Callable, outermost: Outermost | None) -> Ca
         if outermost is not None and (collector := innermost()) is not None and not collector.in_loss:
             return outermost(self, run, args, kwargs)
         name = _path_of(self, leaves_of)
-        with setting(_running, (*_running.get(), id(self))):
+        with ExitStack() as stack:
+            stack.enter_context(setting(_running, (*_running.get(), id(self))))
+            if name is not None and _constants.get() is None:
+                stack.enter_context(setting(_constants, ()))
+            elif name is None and (constants := _constant_params(dict(leaves_of(self)))):
+                name = ""
+                stack.enter_context(setting(_constants, constants))
+                stack.enter_context(setting(_parts_of_constant, _paths_of_parts(self, name)))
             return run(*args, **kwargs) if name is None else module_reported(name, run, args, kwargs, self)
 
     return call
@@ -257,6 +296,10 @@ def _path_of(module: Any, leaves_of: Callable) -> str | None:
     collector = innermost()
     if collector is None or not collector.in_loss:
         return None
+    if (parts := _parts_of_constant.get()) is not None:
+        if (found := parts.get(id(module))) is not None:
+            parts |= _paths_of_parts(module, found)
+        return found
     found = collector.paths.get(id(module))
     if found is None:
         for own, leaf in leaves_of(module):
@@ -265,9 +308,15 @@ def _path_of(module: Any, leaves_of: Callable) -> str | None:
                 found = path.removesuffix(own).rstrip(".")
                 break
     if found is not None:
-        for own, part in parts_of(vars(module)):
-            collector.paths.setdefault(id(part), ".".join(filter(None, (found, own))))
+        collector.modules.append(module)
+        for key, path in _paths_of_parts(module, found).items():
+            collector.paths.setdefault(key, path)
     return found
+
+
+def _paths_of_parts(module: Any, path: str) -> dict[int, str]:
+    """The paths of the modules inside a module, by their ids."""
+    return {id(part): ".".join(filter(None, (path, own))) for own, part in parts_of(vars(module))}
 
 
 def parts_of(values: Any) -> Iterator[tuple[str, Any]]:

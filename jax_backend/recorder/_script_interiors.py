@@ -11,27 +11,30 @@ from jax_backend.activations import Activations
 from jax_backend.recorder._array_interior import ArrayInterior, by_rank
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.recorder._models_as_shards import joined_local_grads
-from jax_backend.recorder._module_calls import canonical_module
+from jax_backend.recorder._module_calls import ConstantParams, canonical_module
 from jax_backend.recorder._script_turns import Model, Turn
 from jax_backend.recorder._taps import Tap, Value
 from jax_backend.shards._local_grads import LocalGrads
 
 
-def interiors_of(turn: Turn, params: Any, grid: Grid, lead: str, names: Mapping[str, str]) -> Iterator[ArrayInterior]:
+def interiors_of(
+    turn: Turn, params: Any, grid: Grid, leads: Mapping[Model, str], names: Mapping[str, str]
+) -> Iterator[ArrayInterior]:
     """The interior of each microbatch of a turn, in order, without activations of the parts of a batch that is cut.
 
     Args:
         params: of all models, as the recorder has them.
+        leads: what precedes the names of each model there, if there are several.
         names: canonical names of modules by path, where they differ.
-        lead: what precedes the names of this model there, if there are other models. Then modules of these are left out.
     """
+    lead = leads[turn.model]
     parts = [each.microbatches for each in turn.gradients]
     unique = {tuple(map(id, part)): part for each in parts for part in each if part}
     cut = _Cut.of([*unique.values()], sum(map(len, parts)), grid)
     for gradient, own in zip(turn.gradients, parts, strict=True):
         if len(gradient.tap.scans) < 2:
             for i, batch in enumerate(own):
-                found = _activations(gradient.tap, i, batch, grid, turn.model, cut, lead)
+                found = _activations(gradient.tap, i, batch, grid, turn.model, cut, leads)
                 found = {
                     (renamed_call(call, lambda module: names.get(module, module)), use): value
                     for (call, use), value in found.items()
@@ -96,22 +99,64 @@ class _Cut:
 
 
 def _activations(
-    tap: Tap, microbatch: int, batch: Sequence[Any], grid: Grid, model: Model, cut: _Cut | None, lead: str
+    tap: Tap,
+    microbatch: int,
+    batch: Sequence[Any],
+    grid: Grid,
+    model: Model,
+    cut: _Cut | None,
+    leads: Mapping[Model, str],
 ) -> dict[tuple[str, str], Any]:
     """The activations of a microbatch, by module and use."""
     paths, _, about, _ = tap.about
     if model.tree is not None:  # it is differentiated by shards, in which no module is
         paths = model.paths
-    owners = {name[:i] for name in model.paths for i in range(len(name)) if name[i] == "."} | {""}
+    names = _Names(model, paths, leads)
     found: dict[tuple[str, str], Any] = {}
-    for (raw, use), value in zip(about, tap.values["inside"], strict=True):
+    for (raw, use, constants), value in zip(about, tap.values["inside"], strict=True):
         array = value.array
         if tap.scans:
             array = array[:, microbatch] if value.by_rank else array[microbatch]
         if cut is not None and not value.by_rank and cut.has_part(array):
             continue
-        module = canonical_module(raw, paths, model.paths)
-        if not lead or called_module(module) in owners:
-            of_rank = by_rank(Value(array, value.by_rank), batch, grid)
-            found.setdefault((f"{lead}{module}".removesuffix("."), use), of_rank)
+        if (module := names.of(raw, constants)) is not None:
+            found.setdefault((module, use), by_rank(Value(array, value.by_rank), batch, grid))
     return found
+
+
+class _Names:
+    """The names in a recording of modules that a loss function calls.
+
+    Args:
+        model: whose parameters it is differentiated by.
+        paths: of these in the loss function.
+        leads: what precedes the names of each model, if there are several.
+    """
+
+    def __init__(self, model: Model, paths: Sequence[str], leads: Mapping[Model, str]) -> None:
+        self._model, self._paths, self._leads = model, paths, leads
+        self._owners = {name[:i] for name in model.paths for i in range(len(name)) if name[i] == "."} | {""}
+
+    def of(self, raw: str, constants: ConstantParams | None) -> str | None:
+        """The name of a module; None: it is left out, as part of a model that is not known, such as a teacher whose modules have
+        the names of those of its student.
+
+        Args:
+            constants: the parameters of the model that calls it, if the loss function is not differentiated by them; () if it is,
+                None if that is not known.
+        """
+        inside = {each: lead for each in self._leads if constants and (lead := each.lead_of(constants)) is not None}
+        if self._model in inside or len(inside) == 1:
+            owner = self._model if self._model in inside else next(iter(inside))
+            inner = inside[owner]
+            module = f"{inner}{raw}" if inner not in ("", "params.") else canonical_module(raw, (), owner.names)
+            return f"{self._leads[owner]}{module}".removesuffix(".")
+        module = canonical_module(raw, self._paths, self._model.paths)
+        if constants and (len(self._leads) > 1 or any(self._has(path) for path, _ in constants)):
+            return None
+        if constants is None and len(self._leads) > 1 and called_module(module) not in self._owners:
+            return None
+        return f"{self._leads[self._model]}{module}".removesuffix(".")
+
+    def _has(self, path: str) -> bool:
+        return any(f".{name}".endswith(f".{path}") for name in self._model.paths)

@@ -123,7 +123,7 @@ class Records:
         if recorder.is_dense() and (values := _arrays(before)) is not None:
             trained, names = self._as_trained(values), recorder.module_names
             for turn in step.turns:
-                for interior in interiors_of(turn, trained, recorder.grid, self.leads[turn.model], names):
+                for interior in interiors_of(turn, trained, recorder.grid, self.leads, names):
                     recorder.add_interior(interior)
             if (local := local_grads_of(step.last, self.leads)) is not None:
                 recorder.add_local_grads(local)

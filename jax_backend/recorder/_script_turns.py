@@ -236,6 +236,14 @@ class Model:
         """The paths of its parameters in the loss function, which gets full parameters instead of shards."""
         return self.names if self.tree is None else self.tree.paths
 
+    def lead_of(self, params: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+        """What precedes the paths of parameters, given with their shapes, in this model; None if they are not parts of it."""
+        shapes = dict(zip(self.names, self.shapes, strict=True)) if self.tree is None else {}
+        given = [*params]
+        first = given[0][0]
+        leads = (name.removesuffix(first) for name in shapes if f".{name}".endswith(f".{first}"))
+        return next((lead for lead in leads if all(shapes.get(lead + path) == shape for path, shape in given)), None)
+
     def matching(self, params: Mapping[str, Value]) -> Params | None:
         """The parameters of this model among others, by names or else by order; None if their shapes are others, or unknown."""
         if set(self.names) <= params.keys():

@@ -193,20 +193,22 @@ class Collector:
     Attributes:
         trace: JAX's trace of the function; None: JAX's evaluation.
         inputs: the function's arguments, as they are traced; of the body of a scan those that it carries.
-        paths: paths of parameters by the id of their values.
+        paths: paths of parameters by the id of their values, and of modules by their ids.
+        modules: those modules, whose ids no other one gets as long as they are here.
         in_loss: whether the function is, or is in, a loss function that is being differentiated.
         above: the collector of the function that calls it.
         is_cached: whether JAX keeps the traced function for other calls, which may come from elsewhere.
         is_scan: whether the function is the body of a scan.
         described: what is known of the program's modules, which all collectors share.
         constrained: by the id of a result of `with_sharding_constraint` and the like, the result and its argument.
-        calls: names of calls of modules and uses, of its taps.
+        calls: what is known of calls of modules, of its taps.
     """
 
     trace: Any
     detail: Detail
     inputs: Sequence[Any] = ()
     paths: dict[int, str] = field(default_factory=dict)
+    modules: list[Any] = field(default_factory=list)
     in_loss: bool = False
     above: "Collector | None" = None
     is_cached: bool = False
@@ -214,7 +216,7 @@ class Collector:
     taps: list[Tap] = field(default_factory=list)
     described: Described = field(default_factory=Described)
     constrained: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    calls: set[tuple[str, str]] = field(default_factory=set)
+    calls: set[tuple[Any, ...]] = field(default_factory=set)
 
     def constrain(self, given: Any, results: Any) -> None:
         """Note that results have the same values as the given leaves, with another sharding."""
@@ -237,12 +239,12 @@ class Collector:
         """Add taps in the order of the program. Further calls of a module get names of their own."""
         for tap in taps:
             if tap.kind == ACTIVATION:  # a function that is called again has the taps of its first call
-                name, use = tap.about
-                call = next_call(called_module(name), lambda call, use=use: (call, use) in self.calls)
+                name, *of = tap.about
+                call = next_call(called_module(name), lambda call, of=of: (call, *of) in self.calls)
                 if call is None:
                     continue
-                self.calls.add((call, use))
-                tap = replace(tap, about=(call, use))
+                tap = replace(tap, about=(call, *of))
+                self.calls.add(tap.about)
             self.taps.append(tap)
 
     def is_current(self) -> bool:
@@ -284,7 +286,8 @@ def traced(above: Collector, inputs: Any = (), **options: Any) -> Collector:
         inputs: a pytree of its arguments.
         options: of `Collector`, where they differ from those of `above`.
     """
-    given = {"in_loss": above.in_loss, "paths": above.paths, "detail": above.detail} | options
+    of_above = {} if "paths" in options else {"paths": above.paths, "modules": above.modules}
+    given = {"in_loss": above.in_loss, "detail": above.detail, **of_above, **options}
     inside = Collector(core.trace_ctx.trace, inputs=jax.tree.leaves(inputs), above=above, **given)
     inside.described = above.described
     return inside
@@ -294,6 +297,21 @@ def at_level(collector: Collector, value: Any) -> Any:
     """A value of the current trace as a value of the collector's, with leading dims for the vmaps between them; None if there is
     anything else between them."""
     return _raised(collector, value, ())
+
+
+def are_differentiated(collector: Collector, values: Iterable[Any]) -> bool | None:
+    """Whether a loss function is differentiated by any of these values inside of it. False if all were traced outside of it, or
+    not at all; None if it is not known, as inside of a jitted function that it calls."""
+    while collector.above is not None and collector.above.in_loss:
+        collector = collector.above
+    if not collector.in_loss or collector.above is None or collector.trace is collector.above.trace:
+        return None
+    traces, outside, trace = [each._trace for each in values if isinstance(each, core.Tracer)], set(), collector.trace
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        outside.add(id(trace))
+    if any(each is collector.trace for each in traces):
+        return True
+    return False if all(id(each) in outside for each in traces) else None
 
 
 def value_of_ranks(collector: Collector, array: Any) -> Value:

@@ -81,8 +81,10 @@ class OpenStep:
             self.losses[self._num_divided :] = [loss / divisor for loss in self.losses[self._num_divided :]]
             self.divisors.update((id(param), divisor) for param in params_of(optimizer))
         self._num_divided = len(self.losses)
-        self._stepped.append(optimizer)
         self.updated.update((id(param), forwards) for param in params_of(optimizer))
+        if is_wrapper(optimizer):
+            return
+        self._stepped.append(optimizer)
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         self._rates[id(optimizer)] = [rate.clone() if isinstance(rate, Tensor) else float(rate) for rate in rates]
 
@@ -163,6 +165,17 @@ class OpenStep:
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all parameters of an optimizer are of other ones that it has, whose steps its step calls, such as a container of
+    several, or sharpness-aware minimization around another optimizer."""
+    held: list[Any] = []
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups"):
+            held += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    inner = [set(map(id, params_of(each))) for each in held if isinstance(each, torch.optim.Optimizer)]
+    return bool(inner) and set(map(id, params_of(optimizer))) <= set().union(*inner)
 
 
 class PendingSteps:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import crossframe.scripts
 from crossframe.errors import UsageError
@@ -43,7 +43,7 @@ from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
 from torch_backend.recorder._module_hooks import in_backward
 from torch_backend.recorder._module_tree import lacks_forward, reshard
-from torch_backend.recorder._open_step import params_of
+from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 
@@ -78,6 +78,7 @@ class ScriptRecorder:
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
+        self._stepping: list[Optimizer] = []  # the last one is called by those before it
         # How often each parameter was updated since all were, and at most until all were.
         self._updated: Counter[int] = Counter()
         self._most_updated: Counter[int] = Counter()
@@ -102,6 +103,7 @@ class ScriptRecorder:
                 )
             if not self._forward_only:
                 stack.enter_context(replacing(Optimizer, "__init__", self._noting(Optimizer.__init__)))
+                stack.callback(register_optimizer_step_pre_hook(self._begins_step).remove)
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
             stack.enter_context(self._until_found)
             if not self._forward_only:
@@ -250,8 +252,8 @@ class ScriptRecorder:
         return own, [optimizer for optimizer in self._held() if own >= _params_of(optimizer)]
 
     def _held(self) -> list[Optimizer]:
-        """The optimizers that the script has made and not freed."""
-        return [optimizer for ref in self._made if (optimizer := ref()) is not None]
+        """The optimizers that the script has made and not freed, without wrappers."""
+        return [optimizer for ref in self._made if (optimizer := ref()) is not None and not is_wrapper(optimizer)]
 
     def _together(self, part: nn.Module | None, mine: Sequence[Optimizer]) -> nn.Module | None:
         """A model of all modules and tensors that optimizers train, if these are several; `mine` are those of `part`. If there is
@@ -291,11 +293,32 @@ class ScriptRecorder:
                     found.append((len(ids), each))
         return min(found, key=lambda each: each[0])[1] if found else None
 
+    def _begins_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping.append(optimizer)
+
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
+        while self._stepping.pop() is not optimizer:
+            pass  # the step of one inside of it has failed
         if self._recorder is None:
-            self._num_strange_steps += 1
+            self._num_strange_steps += not self._stepping
             return
+        if not is_wrapper(optimizer):
+            self._count(optimizer)
+        # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.
+        if not self._stepping and self._updated.keys() >= set().union(*map(_params_of, self._optimizers)):
+            self._most_updated |= self._updated
+            self._updated.clear()
+            self._num_steps += 1
+            losses = [loss.detach().clone() for loss in self._losses]
+            self._losses.clear()
+            self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
+            if self._num_steps == self._stop_after:
+                raise SystemExit
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """Count the updates of the parameters of an optimizer."""
+        assert self._recorder is not None
         if all(optimizer is not own for own in self._optimizers):
             if not _params_of(optimizer) & self._params:
                 raise UsageError(
@@ -310,16 +333,6 @@ class ScriptRecorder:
                 f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"
             )
-        # Not every optimizer: a script may go on with another one, as L-BFGS after Adam.
-        if self._updated.keys() >= set().union(*map(_params_of, self._optimizers)):
-            self._most_updated |= self._updated
-            self._updated.clear()
-            self._num_steps += 1
-            losses = [loss.detach().clone() for loss in self._losses]
-            self._losses.clear()
-            self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
-            if self._num_steps == self._stop_after:
-                raise SystemExit
 
 
 def _modules_in_calls() -> frozenset[int]:

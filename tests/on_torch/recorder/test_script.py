@@ -25,18 +25,9 @@ from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
+from tests.on_torch.helpers.recorded_scripts import HEAD
 from torch_backend.recorder import script
 
-HEAD = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
-def net():
-    return nn.Sequential(nn.Embedding(11, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 11)).double()
-tokens = torch.randint(11, (3, 4, 6), generator=torch.Generator().manual_seed(1))
-def loss_of(model, x):
-    return nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-"""
 PLAIN = """
 rank, world = 0, 1
 model = net()
@@ -202,21 +193,6 @@ for step in range(3):
     loss.backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run a script in this process, recorded into tmp_path / "out"; its exit status."""
-
-    def run(text, *arguments, **options):
-        monkeypatch.setattr(sys, "argv", sys.argv)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        path = tmp_path / "script.py"
-        path.write_text(HEAD + text)
-        given = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1} | options
-        return script.run(str(path), arguments, **given)
-
-    return run
 
 
 def record(folder: Path, **options):
