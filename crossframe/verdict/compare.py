@@ -51,6 +51,7 @@ from crossframe.verdict.measure.loss_scale import scaled_on_one_side
 from crossframe.verdict.measure.narrower_dtypes import narrower_dtype_at
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.sample_ranks import can_be_joined, is_by_rank
 from crossframe.verdict.measure.unequal_dtypes import describe_precisions
 from crossframe.verdict.model_ranks import model_ranks_differ
 from crossframe.verdict.one_naming import OneNaming, in_one_naming
@@ -140,7 +141,35 @@ def compare(
 def _compare(
     a: Recording, b: Recording, naming: OneNaming, sketched: bool, repeats: Sequence[Recording], bitwise: bool | None
 ) -> PairVerdict:
-    """`compare` of two recordings with the same names."""
+    """`compare` of two recordings with the same names, and of their ranks, or else of what all ranks have together."""
+    found = _compare_ranks(a, b, naming, sketched, repeats, bitwise)
+    where = found.first_divergence
+    if found.verdict is not Verdict.BUG or where is None or (where.phase, where.event) != (FORWARD, "loss"):
+        return found
+    if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b):
+        return found
+    joined = _compare_ranks(a, b, naming, sketched, repeats, bitwise, by_rank=False)
+    if joined.verdict not in (Verdict.EQUAL, Verdict.ROUNDING):
+        return found
+    note = "the losses of single ranks differ, but their means and the reduced gradients agree: ranks share the loss otherwise"
+    return replace(joined, verdict=Verdict.ROUNDING, notes=(*joined.notes, note))
+
+
+def _compare_ranks(
+    a: Recording,
+    b: Recording,
+    naming: OneNaming,
+    sketched: bool,
+    repeats: Sequence[Recording],
+    bitwise: bool | None,
+    *,
+    by_rank: bool = True,
+) -> PairVerdict:
+    """`_compare`.
+
+    Args:
+        by_rank: whether ranks with the same samples are compared one by one.
+    """
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
     names, dtype, steps = labels(a, b), coarser(a.manifest.dtype, b.manifest.dtype), len(common_steps(a, b))
@@ -165,7 +194,7 @@ def _compare(
         )
     if (batches := differing_batches(a, b)) is not None:
         settings, stated = (batches, *settings), (batches.describe(names), *stated)
-    pair = Pair(a, b, sketched=sketched)
+    pair = Pair(a, b, sketched=sketched, by_rank=by_rank)
     dtype = pair.dtype
     limits = Limits.of(pair)
     pair.noise = limits.noise if limits else ()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -74,15 +75,20 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, such as `grad` or `vmap`, in which tensors have no values that can be read."""
+    return peek_interpreter_stack() is not None
+
+
 class Hook:
-    """A module hook that does nothing in copies of the model and in files."""
+    """A module hook that does nothing in copies of the model and in files, and in transforms of torch.func."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
 
     @_disable_dynamo
     def __call__(self, *args: Any) -> None:
-        if self._function is not None:
+        if self._function is not None and not in_transform():
             self._function(*args)
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:  # of modules that have a __getstate__ of their own

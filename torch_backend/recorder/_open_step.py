@@ -39,7 +39,7 @@ class OpenStep:
         losses: of each backward.
         microbatches, masks: the inputs of each forward, and the index of the mask in them.
         norm: the gradient norm before clipping.
-        has_grads: whether gradients are kept.
+        kept: ids of parameters whose gradients are kept.
         outdated: ids of parameters through which a backward went after that.
         loss_scale: of a GradScaler.
         divisors: what optimizers divide gradients by besides, by the id of the parameter.
@@ -50,7 +50,7 @@ class OpenStep:
     microbatches: list[list[Tensor]] = field(default_factory=list)
     masks: list[int | None] = field(default_factory=list)
     norm: Tensor | float | None = None
-    has_grads: bool = False
+    kept: set[int] = field(default_factory=set)
     outdated: set[int] = field(default_factory=set)
     loss_scale: float = 1.0
     divisors: dict[int, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class OpenStep:
             self.losses.pop()
         self.losses.append(loss.clone())
         self._before_backward.append(forwards)
-        if self.has_grads:
+        if self.kept:
             self.outdated.update(params)
 
     def steps(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
@@ -156,10 +156,14 @@ class OpenStep:
         ]
 
     def lacks_grads(self, params: Sequence[Tensor] | None) -> set[int] | None:
-        """The ids of those among parameters (None: of all) whose kept gradients are outdated; None if none are kept yet."""
-        if not self.has_grads:
+        """The ids of those among parameters (None: of all) whose gradients are outdated, or not kept yet: an optimizer may step
+        in backward, before others have gradients. None if none are kept yet."""
+        if not self.kept:
             return None
-        return self.outdated.intersection(self.outdated if params is None else map(id, params))
+        if params is None:
+            return self.outdated
+        given = set(map(id, params))
+        return given & self.outdated | (given - self.kept)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

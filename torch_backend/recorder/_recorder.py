@@ -570,8 +570,7 @@ class Recorder(Listener):
             return
         # Read only if it is used, because the loop then waits for the accelerator.
         divisor = 1.0 if scale is None else float(scale)
-        found = [each.keep_grads(self.current_step, divisor, only) for each in self._keepers]
-        step.has_grads = step.has_grads or any(found)
+        step.kept.update(*(each.keep_grads(self.current_step, divisor, only) for each in self._keepers))
         step.outdated.difference_update(only or ())
 
     @property

@@ -80,14 +80,14 @@ class Keeper:
             for inner, tensor in named_buffers(module, without=inner_modules(self._model), params=True):
                 yield f"{name}.{inner}", tensor
 
-    def keep_grads(self, step: int, scale: float, only: Set[int] | None) -> bool:
-        """Keep the current gradients for `reduced_grads`. Returns False if there are none.
+    def keep_grads(self, step: int, scale: float, only: Set[int] | None) -> set[int]:
+        """Keep the current gradients for `reduced_grads`. Returns the ids of the parameters that have any.
 
         Args:
             scale: the divisor of the gradients.
             only: the ids of the parameters; None: all.
         """
-        found = False
+        found: set[int] = set()
         for unit, held in self._by_unit():
             held = held if only is None else [each for each in held if id(each.param) in only]
             grads = [
@@ -96,7 +96,7 @@ class Keeper:
             unscaled = ((each, grad if scale == 1.0 else grad / scale) for each, grad in grads)
             pieces = self._pieces(step, REDUCE, unscaled)
             if pieces:
-                found = True
+                found.update(id(each.param) for each, _ in grads)
                 self._grads.setdefault(unit, {}).update(pieces)
         return found
 

@@ -41,7 +41,7 @@ from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
-from torch_backend.recorder._module_hooks import in_backward
+from torch_backend.recorder._module_hooks import in_backward, in_transform
 from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
@@ -165,7 +165,7 @@ class ScriptRecorder:
 
     def _looking(self, own: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            trains = torch.is_grad_enabled() and not in_backward()
+            trains = torch.is_grad_enabled() and not in_backward() and not in_transform()
             if self._recorder is None and not self._depth and (trains or self._forward_only):
                 self._consider(module)
                 self._called.add(module)

@@ -50,7 +50,7 @@ class Pair:
         rounds_in: the dtype whose rounding gradients carry: `dtype`, or a narrower one once a part is found to compute in it.
     """
 
-    def __init__(self, a: Recording, b: Recording, *, sketched: bool = False) -> None:
+    def __init__(self, a: Recording, b: Recording, *, sketched: bool = False, by_rank: bool = True) -> None:
         self.a, self.b, self.sketched = a, b, sketched
         self.num_steps = len(common_steps(a, b))
         self.steps = tuple(sorted(set(a.recorded_steps()) & set(b.recorded_steps())))
@@ -66,7 +66,7 @@ class Pair:
             self.measured = (1 - self.coarser if self.by_products else self.coarser,)
         self.bounds: Bounds = bounds_for(self.dtype)
         self.rounds_in: str = self.dtype
-        self.by_rank: bool = is_by_rank(a, b)
+        self.by_rank: bool = by_rank and is_by_rank(a, b)
         self.losses = (a.losses(), b.losses())
         self.whole_until = next(i for i in range(self.num_steps + 1) if i not in self.steps)
         self.noise: tuple[str, ...] = ()

@@ -15,15 +15,22 @@ def are_redistributed(a: Recording, b: Recording) -> bool:
     """Whether samples are on other ranks in the two recordings, at equal world sizes, and all ranks together have the same ones
     at each step. Then only what does not depend on the rank of a sample is compared, as at different world sizes, which needs the
     same (`why_incomparable`)."""
-    if a.manifest.world_size != b.manifest.world_size or any(r.manifest.settings.get(PER_RANK) for r in (a, b)):
+    if a.manifest.world_size != b.manifest.world_size:
         return False
-    steps, ranks = common_steps(a, b), range(a.manifest.world_size)
-    pairs = [(a.batch(step, rank), b.batch(step, rank)) for step in steps for rank in ranks]
+    ranks = range(a.manifest.world_size)
+    pairs = [(a.batch(step, rank), b.batch(step, rank)) for step in common_steps(a, b) for rank in ranks]
     others = [(x, y) for x, y in pairs if not x.has_samples_of(y)]
     # Samples that stay on their rank, but are not the same, were not moved.
     if not others or any(sorted(x.sample_ids) == sorted(y.sample_ids) for x, y in others):
         return False
-    return not any(reason for step in steps for reason in other_samples(a, b, step, ("a", "b")))
+    return can_be_joined(a, b)
+
+
+def can_be_joined(a: Recording, b: Recording) -> bool:
+    """Whether what all ranks have together can be compared, instead of what each has."""
+    if any(recording.manifest.settings.get(PER_RANK) for recording in (a, b)):
+        return False
+    return not any(reason for step in common_steps(a, b) for reason in other_samples(a, b, step, ("a", "b")))
 
 
 def other_samples(a: Recording, b: Recording, step: int, names: tuple[str, str]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Properties of two recordings that are compared."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,5 +161,5 @@ def test_samples_are_reordered_on_any_rank(tmp_path, ours, theirs, reordered):
     for run, own in batches.items():
         run.batch = lambda step, rank, own=own: own[rank] if step == 1 else None
     assert found.reordered(1) is reordered
-    found.by_rank = False
+    found.a = SimpleNamespace(manifest=SimpleNamespace(world_size=3), batch=found.a.batch)
     assert not found.reordered(1)

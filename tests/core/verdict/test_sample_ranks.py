@@ -7,7 +7,9 @@ import pytest
 
 from crossframe.recording.batches import batch_of
 from crossframe.recording.known_settings import PER_RANK
+from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.sample_ranks import are_redistributed, is_by_rank
+from tests.core.helpers import synthetic
 
 ROWS = np.arange(24.0).reshape(8, 3)
 
@@ -58,3 +60,22 @@ def test_values_that_changed_on_their_rank_were_not_moved():
     changed.has_samples_of = lambda other: False
     b.batch = lambda step, rank: changed if rank else own(step, rank)
     assert not are_redistributed(a, b)
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict"),
+    [
+        pytest.param({0: 0.5, 1: -0.5}, Verdict.ROUNDING, id="one mean"),
+        pytest.param({0: 0.5, 1: -0.25}, Verdict.BUG, id="another mean"),
+    ],
+)
+def test_ranks_may_share_a_loss_otherwise(tmp_path, others, verdict):
+    """If its mean over ranks agrees, and so do reduced gradients, as where each rank has the loss of its own samples."""
+
+    def tamper(phase, step, rank, name, array):
+        return array + others.get(rank, 0.0) if (phase, name) == ("forward", "") else array
+
+    a, b = synthetic.record(tmp_path / "a"), synthetic.record(tmp_path / "b", tamper=tamper)
+    found = compare(a, b)
+    assert found.verdict is verdict, found.reason
+    assert any("ranks share the loss otherwise" in note for note in found.notes) is (verdict is Verdict.ROUNDING)

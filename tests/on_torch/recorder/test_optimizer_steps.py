@@ -1,4 +1,4 @@
-"""Scripts whose optimizers step others, as a container of several does, recorded."""
+"""Scripts whose optimizers step others, as a container of several does, or step in backward, recorded."""
 
 import numpy as np
 import pytest
@@ -93,3 +93,22 @@ def test_a_step_ends_with_that_of_the_wrapper(tmp_path, run, text, microbatches)
     assert found.learning_rates(2) == (0.1,)
     for name, param in params.items():
         np.testing.assert_array_equal(found.full("update", 2, name), param.numpy())
+
+
+IN_BACKWARD = """
+model = net()
+optimizers = {param: torch.optim.AdamW([param], 1e-2) for param in model.parameters()}
+def step(param):
+    optimizers[param].step()
+    optimizers[param].zero_grad()
+for param in optimizers:
+    param.register_post_accumulate_grad_hook(step)
+for x in tokens:
+    loss_of(model, x).backward()
+"""
+
+
+def test_optimizers_may_step_in_backward(tmp_path, run):
+    assert run(PLAIN, directory=str(tmp_path / "a")) == run(IN_BACKWARD, directory=str(tmp_path / "b")) == 0
+    found = compare(*(Recording.open(tmp_path / name) for name in "ab"))
+    assert found.verdict is Verdict.EQUAL and not any("not compared" in note for note in found.notes)
