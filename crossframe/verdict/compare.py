@@ -141,7 +141,7 @@ def compare(
 def _compare(
     a: Recording, b: Recording, naming: OneNaming, sketched: bool, repeats: Sequence[Recording], bitwise: bool | None
 ) -> PairVerdict:
-    """`compare` of two recordings with the same names, and of their ranks, or else of what all ranks have together."""
+    """`compare` of two recordings with the same names: of each rank, or of all together if they share a loss otherwise."""
     found = _compare_ranks(a, b, naming, sketched, repeats, bitwise)
     where = found.first_divergence
     if found.verdict is not Verdict.BUG or where is None or (where.phase, where.event) != (FORWARD, "loss"):
@@ -165,7 +165,7 @@ def _compare_ranks(
     *,
     by_rank: bool = True,
 ) -> PairVerdict:
-    """`_compare`.
+    """Compare two recordings with the same names.
 
     Args:
         by_rank: whether ranks with the same samples are compared one by one.

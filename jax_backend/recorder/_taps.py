@@ -97,8 +97,8 @@ class Tap:
 
 GRADIENT, UPDATE, APPLY, ACTIVATION, GIVEN = "gradient", "update", "apply", "activation", "given"
 FORWARD = "forward"
-"""The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, and modules and its other
-arguments inside; of an
+"""The kinds of taps: of a differentiated function the loss, the arguments that it differentiates by, modules inside, and its
+other arguments, which may be its batch; of an
 optimizer's update the gradients and parameters that it gets, its state and the updates; of an application of updates the
 parameters before and after; of a module its input or output; of a call of a model its parameters, batch and modules inside.
 `_gradients.py`, `_optimizer_updates.py` and `_model_calls.py` make them."""

@@ -298,7 +298,7 @@ class ScriptRecorder:
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        while self._stepping.pop() is not optimizer:
+        while self._stepping and self._stepping.pop() is not optimizer:
             pass  # the step of one inside of it has failed
         if self._recorder is None:
             self._num_strange_steps += not self._stepping
