@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jax_backend.recorder._script_turns import Gradient
+from jax_backend.recorder._script_turns import Gradient, Model
 from jax_backend.recorder._taps import Value
 
 Rows = np.ndarray
@@ -21,12 +21,14 @@ class CutBatches:
     """Cuts batches as the steps of a script do: where the interior is not recorded, as in the last step in which it is."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, Sequence[Rows | None]] = {}
+        self._rows: dict[tuple[Model, int], Sequence[Rows | None]] = {}
 
-    def cut(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """The gradients of a turn, with the arrays of their microbatches if the step cuts these out of one batch."""
+    def cut(self, model: Model, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The gradients of a turn of a model, with the arrays of their microbatches if the step cuts these out of one batch."""
         parts = [part for each in gradients for part in each.microbatches]
         if len(parts) < 2 or len({tuple(map(id, part)) for part in parts}) > 1 or not parts[0]:
+            return [*gradients]
+        if any(len(each.tap.scans) > 1 for each in gradients):
             return [*gradients]
         if not all(getattr(leaf, "is_fully_addressable", True) for leaf in parts[0]):
             return [*gradients]
@@ -34,8 +36,10 @@ class CutBatches:
         found = []
         for i, each in enumerate(gradients):
             if given := each.tap.values["given"]:
-                self._rows[i] = [_rows(_of_microbatch(given, k), batch) for k in range(each.num_microbatches)]
-            of_parts = [rows for rows in self._rows.get(i, ()) if rows is not None and rows.max() < len(batch[0])]
+                self._rows[model, i] = [_rows(_of_microbatch(given, k), batch) for k in range(each.num_microbatches)]
+            of_parts = [
+                rows for rows in self._rows.get((model, i), ()) if rows is not None and rows.max() < len(batch[0])
+            ]
             if len(of_parts) != each.num_microbatches:
                 return [*gradients]
             found.append(

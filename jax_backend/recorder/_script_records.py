@@ -66,7 +66,7 @@ class Records:
                 turn.gradients = [replace(each, batch=self._constants.others(each.batch)) for each in turn.gradients]
             self._constants.forget_copies()
         for turn in step.turns:
-            turn.gradients = self._cut_batches.cut(turn.gradients)
+            turn.gradients = self._cut_batches.cut(turn.model, turn.gradients)
         before = self._all({model: turn.before for model, turn in step.first.items()})
         after = self._all({model: turn.kept_after for model, turn in step.last.items()})
         has_tensors = self.recorder is None or self.recorder.records()

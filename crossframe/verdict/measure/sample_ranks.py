@@ -27,7 +27,7 @@ def are_redistributed(a: Recording, b: Recording) -> bool:
 
 
 def can_be_joined(a: Recording, b: Recording) -> bool:
-    """Whether what all ranks have together can be compared, instead of what each has."""
+    """Whether the values of all ranks together can be compared, instead of those of each rank."""
     if any(recording.manifest.settings.get(PER_RANK) for recording in (a, b)):
         return False
     return not any(reason for step in common_steps(a, b) for reason in other_samples(a, b, step, ("a", "b")))

@@ -64,7 +64,7 @@ def one(value, dtype=np.float64):
             (0.1, 0.1),
             ADAMW | {"weight_decay": 0.5},
             0.2 * (FARTHEST * 4 + 0.5 * (9.0 + 0.2 * FARTHEST * 4)),
-            id="decay of what was larger before",
+            id="decay of the larger parameters before",
         ),
         # The norm after it is 9 + 1.2371 most, and most = 0.1 (4 c + 0.5 (9 + 1.2371 most + 0.1 * 4 c)).
         pytest.param(
@@ -73,7 +73,7 @@ def one(value, dtype=np.float64):
             (0.1,),
             ADAMW | {"weight_decay": 0.5},
             0.1 * (FARTHEST * 4 + 0.5 * (9.0 + 0.1 * FARTHEST * 4)) / (1 - 0.05 * RESERVE),
-            id="decay of what is larger after",
+            id="decay of the larger parameters after",
         ),
     ],
 )
