@@ -47,7 +47,7 @@ from crossframe.verdict.measure.comparable import (
 )
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch, ranks_off
-from crossframe.verdict.measure.loss_scale import scaled_on_one_side
+from crossframe.verdict.measure.loss_scale import describe_repeats, scaled_on_one_side
 from crossframe.verdict.measure.narrower_dtypes import narrower_dtype_at
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
@@ -440,6 +440,8 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
     if apart := differing_at_first(pair):
         more = f" and {len(apart) - 1} more buffers have" if len(apart) > 1 else " has"
         yield f"the buffer {apart[0]!r}{more} different values before the first step"
+    if repeats := describe_repeats(pair, names):
+        yield repeats
     for step in pair.steps:
         if (clipped := clipped_on_one_side(pair, step)) is not None:
             yield clipped.describe(names, step)

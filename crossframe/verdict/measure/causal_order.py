@@ -41,7 +41,7 @@ from crossframe.verdict.measure.buffers import buffers_of
 from crossframe.verdict.measure.clipping import Multiplied, clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
-from crossframe.verdict.measure.loss_scale import scaled_on_one_side, shares_of
+from crossframe.verdict.measure.loss_scale import repeats_of_loss, scaled_on_one_side, shares_of
 from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
@@ -398,7 +398,7 @@ def _activation(pair: Pair, step: int, at: At, rank: int | None, sides: Sides) -
 
 
 def _losses(pair: Pair, step: int) -> Group:
-    rows = [losses[step] for losses in pair.losses]
+    rows = [losses[step] / repeats for losses, repeats in zip(pair.losses, repeats_of_loss(pair), strict=True)]
     alone = pair.by_rank and not any(r.manifest.settings.get(LOSSES) == MEAN for r in (pair.a, pair.b))
     ranks: list[int | None] = list(range(pair.a.manifest.world_size)) if alone else [None]
     if not alone:

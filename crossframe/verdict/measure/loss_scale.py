@@ -18,6 +18,9 @@ is no farther away is the factor, because scalers use powers of two; nothing dep
 
 A loop may also divide the loss of a rank by the samples or tokens of all ranks, and sum gradients over ranks. Then the losses of
 ranks are shares, whose sum is the loss of the step. At another world size the mean over ranks would be another number.
+
+A contrastive loss over cached features has a backward for each microbatch, and each time its value is that of the whole batch. A
+recorder adds them, so that the loss of a step is that of the batch times the number of microbatches, while gradients agree.
 """
 
 import math
@@ -34,7 +37,7 @@ from crossframe.verdict.measure.bounds_by_dtype import reduces_in
 from crossframe.verdict.measure.clipping import Multiplied, clipped_on_one_side
 from crossframe.verdict.measure.metrics import norm, weighted_median
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.values import Side, assemble, match_values, rank_values
+from crossframe.verdict.measure.values import assemble, match_values, rank_values
 
 _LEAST = 2.0
 """The smallest factor that is attributed to a scale."""
@@ -98,19 +101,63 @@ def _sums(recording: Recording, step: int, names: Sequence[str]) -> bool | None:
     world = recording.manifest.world_size
     if world == 1 or recording.manifest.settings.get(LOSSES) == MEAN:
         return False
-    pairs = []
-    for name in names:
-        if all(recording.has(BACKWARD, step, name, rank) for rank in range(world)):
-            reduced = assemble(recording, REDUCE, step, name)
-            local = [rank_values(recording, BACKWARD, step, rank, name) for rank in range(world)]
-            matched = [match_values(each, reduced, by_sketch=_any_sketch([*local, reduced])) for each in local]
-            pairs.append((np.mean([np.asarray(each[0], np.float64) for each in matched], axis=0), matched[0][1]))
-    factors, weights = _factors(pairs)
+    factors, weights = _factors(_mean_local(recording, recording, step, names))
     return _is_nearer(weighted_median(factors, weights), float(world), 1.0) if factors else None
 
 
-def _any_sketch(sides: Sequence[Side]) -> bool:
-    return any(side.sketch is not None for side in sides)
+def _mean_local(
+    local: Recording, reduced: Recording, step: int, names: Sequence[str]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The mean over ranks of the local gradients of a recording, and the reduced gradient of the same or another one, of each
+    parameter that has both."""
+    found = []
+    ranks = range(local.manifest.world_size)
+    for name in names:
+        if reduced.has(REDUCE, step, name) and all(local.has(BACKWARD, step, name, rank) for rank in ranks):
+            of_all = assemble(reduced, REDUCE, step, name)
+            of_ranks = [rank_values(local, BACKWARD, step, rank, name) for rank in ranks]
+            by_sketch = any(side.sketch is not None for side in (*of_ranks, of_all))
+            matched = [match_values(each, of_all, by_sketch=by_sketch) for each in of_ranks]
+            found.append((np.mean([np.asarray(each[0], np.float64) for each in matched], axis=0), matched[0][1]))
+    return found
+
+
+def repeats_of_loss(pair: Pair) -> tuple[float, float]:
+    """What the losses of a and of b are divided by: the number of microbatches if each has the loss of the whole batch, else 1.
+
+    The losses are then nearer to each other than as they were recorded, while the recordings agree on the mean of the local
+    gradients: reduced ones may be recorded after clipping, which takes out any factor.
+    """
+    return pair.remember(repeats_of_loss, lambda: _repeats_of_loss(pair))
+
+
+def describe_repeats(pair: Pair, names: tuple[str, str]) -> str | None:
+    """A clause on `repeats_of_loss`; None if it is 1 for both recordings."""
+    found = [(name, int(n)) for name, n in zip(names, repeats_of_loss(pair), strict=True) if n > 1]
+    clauses = [f"the {n} microbatches of {name} each have the loss of the whole batch" for name, n in found]
+    return f"{' and '.join(clauses)}; their mean is compared" if found else None
+
+
+def _repeats_of_loss(pair: Pair) -> tuple[float, float]:
+    step = next((step for step in pair.steps if any(pair.has(REDUCE, step, name) for name in pair.names())), None)
+    if step is None:
+        return 1.0, 1.0
+    shares = (1.0, 1.0) if pair.by_rank else shares_of(pair)
+    x, y = (float(losses[step].mean()) * share for losses, share in zip(pair.losses, shares, strict=True))
+    if x * y <= 0 or not math.isfinite(x * y):
+        return 1.0, 1.0
+    of_a, of_b = (float(recording.num_microbatches) for recording in (pair.a, pair.b))
+    choices = [(1.0, 1.0), (1.0, of_b), (of_a, 1.0), (of_a, of_b)]
+    found = min(choices, key=lambda by: abs(math.log(y / by[1] / (x / by[0]))))
+    if found == (1.0, 1.0):  # without reading gradients
+        return found
+    names = [name for name in pair.names() if pair.has(REDUCE, step, name)]
+    local = [_factors(_mean_local(recording, pair.a, step, names)) for recording in (pair.a, pair.b)]
+    if not all(factors for factors, _ in local):
+        return 1.0, 1.0
+    of_a, of_b = (weighted_median(*factors) for factors in local)
+    ratio, of_grads = found[1] / found[0], of_a / of_b if of_b else 0.0
+    return found if _is_nearer(of_grads, 1.0, ratio) and _is_nearer(of_grads, 1.0, 1 / ratio) else (1.0, 1.0)
 
 
 def _has_local_grads(pair: Pair, step: int) -> bool:

@@ -275,3 +275,56 @@ def test_a_sum_instead_of_a_mean_is_no_share(tmp_path):
         found = compare(*pair)
         assert found.verdict is Verdict.BUG and found.first_divergence is not None
         assert found.first_divergence.phase == REDUCE
+
+
+def repeated(by=1.0):
+    """A loop of two microbatches, each with the loss of the whole batch, whose gradients are multiplied by `by`."""
+    return scaled(by, divided_by=1.0, loss=2.0)
+
+
+TWO = {"accumulate": 2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_of_the_whole_batch_count_once(tmp_path, world_size):
+    a = record(tmp_path / "a", world_size=world_size)
+    b = record(tmp_path / "b", repeated(), noise=1, world_size=world_size, other=TWO)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.ROUNDING, found.reason
+        assert max(found.loss_differences) < 1e-12
+        assert "the 2 microbatches of b each have the loss of the whole batch; their mean is compared" in found.notes
+
+
+def test_repeated_losses_of_both_runs_are_compared_as_recorded(tmp_path):
+    a, b = (record(tmp_path / str(i), repeated(), noise=i, other=TWO) for i in range(2))
+    found = compare(a, b)
+    assert found.verdict is Verdict.ROUNDING and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings"),
+    [
+        pytest.param(repeated(2.0), TWO, id="gradients"),
+        pytest.param(replace(repeated(2.0), by_hand=CLIP), TWO, id="clipped gradients"),
+        pytest.param(scaled(1.0, loss=3.0), TWO, id="another factor"),
+        pytest.param(scaled(1.0, loss=-2.0), TWO, id="another sign"),
+        pytest.param(repeated(), {}, id="one microbatch"),
+    ],
+)
+def test_other_multiples_of_a_loss_are_a_bug(tmp_path, faults, settings):
+    by_hand = faults.by_hand
+    a = record(tmp_path / "a", Faults(by_hand=by_hand), clip=by_hand)
+    b = record(tmp_path / "b", faults, noise=1, clip=by_hand, other=settings)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG and found.first_divergence, found.reason
+        assert found.first_divergence.event == "loss"
+
+
+def test_losses_of_microbatches_meet_those_of_the_whole_batch(tmp_path):
+    a, b = record(tmp_path / "a", other=TWO), record(tmp_path / "b", repeated(), noise=1, other=TWO)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.ROUNDING, found.reason
+        assert any("microbatches of b each have the loss" in note for note in found.notes)
