@@ -459,12 +459,12 @@ class Watch:
 
     def _is_carried(self, tensor: Tensor) -> bool:
         """Whether an input is not a sample: it was computed from the model's parameters, or the model returned it earlier, as a
-        recurrent state. The script may have copied it, as by `torch.cat`."""
+        recurrent state. The script may have copied it, as by `torch.cat`, and set elements to zero where a sequence begins."""
         if tensor.requires_grad and _depends_on(tensor, {id(param) for param in self._root.parameters()}):
             return True
         if any(storage.cdata == _storage_of(tensor) for storage in self._given):
             return True
-        return any(_is_same(state, tensor) for state in self._states)
+        return any(_is_state(tensor, state) for state in self._states)
 
 
 # Nodes of autograd's graph that only move or cast values.
@@ -533,8 +533,11 @@ def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
+def _is_state(given: Tensor, state: Tensor) -> bool:
+    """Whether all elements of a tensor are those of a state, or zero."""
+    if (given.shape, given.dtype, given.device) != (state.shape, state.dtype, state.device):
+        return False
+    return bool(((given == state) | (given == 0)).all())
 
 
 def _storage_of(tensor: Tensor) -> int:

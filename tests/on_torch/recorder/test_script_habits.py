@@ -263,27 +263,56 @@ class Recurrent(nn.Module):
         return self.head(torch.stack(found, 1)), state
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_state_that_goes_from_step_to_step_is_no_batch(tmp_path, copied):
-    def run(name: str, *, reordered: bool) -> Recording:
+@pytest.fixture
+def run_recurrent(tmp_path):
+    def run(name: str, given, *, reordered: bool = False) -> Recording:
+        """Three steps of two microbatches, each with the state of its last step.
+
+        Args:
+            given: the state, of shape (samples, width), that the model is given instead of that which it returned.
+        """
         torch.manual_seed(0)
         model = Recurrent(reordered=reordered).double()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with Recorder(tmp_path / name, model=model, optimizer=optimizer, name="net", dense=3) as recorder:
             tokens = batches(0, 0, 1)[0]
-            states = [torch.zeros(len(tokens), 8, dtype=torch.float64)] * 2  # one for each microbatch
+            states = [torch.zeros(len(tokens), 8, dtype=torch.float64)] * 2
             for step in range(3):
                 for i, tokens in enumerate(batches(step, 0, 1, 2)):
-                    half = torch.cat([states[i]]) if copied else states[i][: len(tokens)]
-                    logits, states[i] = model(tokens[:, :-1], half.detach())
+                    logits, states[i] = model(tokens[:, :-1], given(states[i][: len(tokens)]).detach())
                     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 recorder.step()
         return Recording.open(tmp_path / name)
 
-    a, b = run("a", reordered=False), run("b", reordered=True)
+    return run
+
+
+def reset_first(state: Tensor) -> Tensor:
+    """The first sample begins another sequence."""
+    return torch.cat([torch.zeros_like(state[:1]), state[1:]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(lambda state: state, id="shared"),
+        pytest.param(lambda state: torch.cat([state]), id="copied"),
+        pytest.param(reset_first, id="reset"),
+    ],
+)
+def test_a_state_that_goes_from_step_to_step_is_no_batch(run_recurrent, given):
+    a, b = run_recurrent("a", given), run_recurrent("b", given, reordered=True)
+    assert a.batch(2, 0).digest == b.batch(2, 0).digest
     assert compare(a, b).verdict is Verdict.ROUNDING, compare(a, b).reason
+
+
+def test_a_state_that_is_not_reset_is_a_bug(run_recurrent):
+    found = compare(run_recurrent("a", reset_first), run_recurrent("b", lambda state: state))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None
+    assert (where.step, where.event) == (1, "input")
 
 
 class Masked(nn.Module):
