@@ -40,7 +40,7 @@ def batch_difference(a: Fed, b: Fed, names: tuple[str, str]) -> Other | None:
     step = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not _same(x, y)), None)
     if step is None:
         return None
-    for tell in (_own_contents, _own_order, _other_ranks, _joined, _repeated, _order, _shifted):
+    for tell in (_own_contents, _own_order, _other_ranks, _joined, _repeated, _order, _shifted, _some_arrays):
         if text := tell(a, b, step, names):
             return Other(step, text, same_samples=tell is _own_contents, lost_step=tell is _joined)
     return Other(step, _other_samples(a, b, step, names))
@@ -127,6 +127,22 @@ def _shifted(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
             return f"{names[1]} is {steps} {'ahead of' if by > 0 else 'behind'} {names[0]} in the data"
     every = [sum((_samples(batches) for batches in fed), Counter()) for fed in (a, b)]
     return "all steps together used the same samples in a different order" if every[0] == every[1] else None
+
+
+def _some_arrays(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | None:
+    """Some arrays of the batch, such as the inputs, are the same, and others, such as labels or a mask, are not."""
+    x, y = a[step], b[step]
+    if len(x) != len(y) or {len(batch.inputs) for batch in (*x, *y)} != {len(x[0].inputs)}:
+        return None
+    pairs = [(p, q) for p, q in zip(x, y, strict=True) if p.inputs != q.inputs]
+    others = sorted({i for p, q in pairs for i, array in enumerate(q.inputs) if array not in p.inputs})
+    if not 0 < len(others) < len(x[0].inputs):
+        return None
+    called = f"of the {len(x[0].inputs)} arrays that the model is called with"
+    if len(others) == 1:
+        return f"{called}, only array {others[0] + 1} of {names[1]} differs from that of {names[0]}"
+    places = " and ".join(str(i + 1) for i in others)
+    return f"{called}, only arrays {places} of {names[1]} differ from those of {names[0]}"
 
 
 def _other_samples(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str:

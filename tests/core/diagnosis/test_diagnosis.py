@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossframe.recording import Batch
+from crossframe.recording.batches import batch_of
 from crossframe.verdict.diagnosis.batches import batch_difference
 from crossframe.verdict.diagnosis.factor_fits import counts_of, factor_of, name_of
 from crossframe.verdict.diagnosis.factor_hypotheses import is_shifted
@@ -862,6 +863,24 @@ def test_how_batches_differ_is_said(other: list, step: int, said: str) -> None:
     found = batch_difference(RIGHT, other, ("a", "b"))
     assert found is not None and (found.step, found.text) == (step, said)
     assert (found.same_samples, found.lost_step) == ("different values" in said, "left out" in said)
+
+
+TOKENS, MASK, LABELS = np.arange(12).reshape(4, 3), np.ones((4, 3)), np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        pytest.param([TOKENS, MASK, LABELS[::-1]], "only array 3 of b differs from that of a", id="order"),
+        pytest.param([TOKENS, 0 * MASK, LABELS + 1], "only arrays 2 and 3 of b differ from those of a", id="values"),
+        pytest.param([TOKENS + 1, 0 * MASK, LABELS + 1], "of 4 samples in a and 4 in b, 0 are the same", id="all"),
+        pytest.param([TOKENS, MASK, LABELS + 1, MASK], "of 4 samples in a and 4 in b, 0 are the same", id="more"),
+    ],
+)
+def test_arrays_that_differ_next_to_the_same_are_numbered(arrays: list[np.ndarray], text: str) -> None:
+    a, b = ([[batch_of([each])]] for each in ([TOKENS, MASK, LABELS], arrays))
+    found = batch_difference(a, b, ("a", "b"))
+    assert found is not None and found.text.endswith(text), found
 
 
 def test_batches_that_are_the_same_differ_in_nothing() -> None:
