@@ -53,7 +53,8 @@ def evidence_from_bits(
 
     A bug stays a bug, located where bits first differ unless the whole program is compiled. What exceeds a bound without
     perturbed runs is one too: all before it is equal, so no optimizer has amplified any rounding. Rounding stays rounding if the
-    first difference is that of a few operations, which round in another way, and no hypothesis explains it (`only_rounds`).
+    first difference is that of a few operations, which round in another way, or far below its bound in a compiled program, and
+    no hypothesis explains it (`only_rounds`).
 
     Args:
         measured: whether bounds are measured on perturbed runs.
@@ -67,7 +68,7 @@ def evidence_from_bits(
     q, where = first.quantity, _located_in_bits(first, pair)
     # Both were computed from the same bits, so the residual of a hypothesis is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
-    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, q):
+    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, first, bits):
         return None
     size = "more than any known bound on rounding" if first.beyond else "as little as rounding"
     reason = (
@@ -91,15 +92,19 @@ def _apart_in_bits(findings: Findings, bits: Bits | None) -> Judgement | None:
     return first
 
 
-def only_rounds(pair: Pair, quantity: Quantity) -> str:
-    """Why both sides of a quantity may be two formulas of one value, as words; "" if they are further apart than that.
+def only_rounds(pair: Pair, first: Judgement, bits: Bits) -> str:
+    """Why both sides of the first quantity that differs in bits may be two formulas of one value, as words; "" if they
+    are further apart than that.
 
     A gradient that is zero in exact arithmetic is nothing but rounding, whatever its values. Of others, see
-    [Note: a few roundings].
+    [Note: a few roundings]. Where a compiled program changes in one place, it rounds in another way everywhere.
     """
-    if quantity.phase in (BACKWARD, REDUCE) and quantity.bound == math.inf:
+    if first.quantity.phase in (BACKWARD, REDUCE) and first.quantity.bound == math.inf:
         return "in a gradient that is zero up to rounding"
-    return "a few roundings" if is_few_roundings(pair, quantity) else ""
+    if is_few_roundings(pair, first.quantity):
+        return "a few roundings"
+    is_far_below = bits.compiled and not first.beyond and first.used < _LEAST_SHARE
+    return f"less than {_LEAST_SHARE:.0%} of its bound, in a compiled program" if is_far_below else ""
 
 
 def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
@@ -113,11 +118,9 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
 def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
     """Where one program first computed other bits, by as little as a few roundings, as a clause; "" if it did not."""
     first = _apart_in_bits(findings, bits)
-    if first is None:
+    if bits is None or first is None or not (why := only_rounds(pair, first, bits)):
         return ""
     q = first.quantity
-    if not (why := only_rounds(pair, q)):
-        return ""
     return (
         f"both are of the same program, and bits first differ at step {q.step} in the {describe_quantity(first)}, by "
         f"{first.difference:.1e} between {names[0]} and {names[1]}, {why}, although everything before it is equal: "

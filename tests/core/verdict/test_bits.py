@@ -141,6 +141,29 @@ def test_other_bits_of_a_compiled_program_may_come_from_elsewhere(pair, tmp_path
     assert found.verdict is Verdict.DIFFERENT and f"{once}; losses differ by" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("size", "compiled", "verdict"),
+    [
+        pytest.param(1e-6, True, Verdict.ROUNDING, id="compiled"),
+        pytest.param(1e-6, False, Verdict.DIFFERENT, id="not compiled"),
+        pytest.param(1e-3, True, Verdict.DIFFERENT, id="more than a hundredth of the bound"),
+    ],
+)
+def test_a_compiled_program_rounds_in_another_way_everywhere(pair, size, compiled, verdict):
+    programs = {"first": made(compiled=compiled), "second": made(compiled=compiled, source="2")}
+    signs = np.sign(np.sin(np.arange(100)))
+
+    def change(array):
+        return (array * (1 + size * signs[: array.size].reshape(array.shape))).astype(array.dtype)
+
+    recordings = pair(synthetic.only("reduce", "embed", change), **programs, perturbed_runs=4)
+    found = compare(*recordings)
+    assert found.verdict is verdict, found.reason
+    in_words = "less than 1% of its bound, in a compiled program, although everything before it is equal"
+    assert (in_words in found.reason) is (verdict is Verdict.ROUNDING), found.reason
+    assert compare(*recordings, bitwise=True).verdict is Verdict.DIFFERENT
+
+
 def test_within_perturbed_runs_the_first_bits_are_located(pair):
     """What later steps do is within the spread of the perturbed runs, too."""
     found = compare(*pair(both(nudged("reduce", "block.w", 1), jitter_after_first), perturbed_runs=4), bitwise=True)
