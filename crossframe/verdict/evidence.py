@@ -11,7 +11,7 @@ from crossframe.verdict.divergence_text import describe_quantity
 from crossframe.verdict.findings import Findings
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch
-from crossframe.verdict.measure.metrics import distance
+from crossframe.verdict.measure.metrics import FEW_ROUNDINGS, distance
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.perturbed_runs.directions import GAIN, TANH, Directions, Found
@@ -112,7 +112,7 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
     alone = quantity.kind in (FORWARD, NORM)  # recorded as float64, whatever the dtype in which it was computed
     dtype = pair.dtype if alone else coarser(*quantity.dtypes)
     apart = distance(finite(quantity.a), finite(quantity.b))
-    return apart <= _FEW_ROUNDINGS * unit_roundoff(dtype) * max(quantity.scale, *quantity.norms)
+    return apart <= FEW_ROUNDINGS * unit_roundoff(dtype) * max(quantity.scale, *quantity.norms)
 
 
 def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
@@ -128,11 +128,6 @@ def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: 
     )
 
 
-_FEW_ROUNDINGS = 4
-"""[Note: a few roundings] Two formulas of one value differ at least in the last rounding of each result, and mostly in that of an
-operand of each: by 4 u of the norm, or of the scale of the quantity. Long sums differ by little more in norm, since their errors
-vary in sign over the elements. A wrong constant makes a difference of its own size. Where that is below 4 u, as of a weight decay
-of 1e-2 at a learning rate of 1e-5 in float32, it is found if a hypothesis explains it."""
 _LEAST_SHARE = 0.01
 
 

@@ -42,9 +42,9 @@ from crossframe.verdict.measure.clipping import Multiplied, clipped_on_one_side
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.judge import judge
 from crossframe.verdict.measure.loss_scale import repeats_of_loss, scaled_on_one_side, shares_of
-from crossframe.verdict.measure.metrics import gradient_scale, parameter_scale
+from crossframe.verdict.measure.metrics import FEW_ROUNDINGS, gradient_scale, parameter_scale
 from crossframe.verdict.measure.pair import Pair
-from crossframe.verdict.measure.quantities import ACTIVATION, Quantity
+from crossframe.verdict.measure.quantities import ACTIVATION, Quantity, finite
 from crossframe.verdict.measure.routed_rows import MOST_ROWS, RoutedRows
 from crossframe.verdict.measure.squares import holds_squares
 from crossframe.verdict.measure.values import (
@@ -225,7 +225,8 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
 
     A loop may change parameters between steps, and rounding may decide whether it does (for example, if a norm exceeds a limit).
     If the unsharded values of one recording differ from its shards and the loop of the other one also changes parameters at some
-    step, the unsharded values of both recordings are compared instead.
+    step, the unsharded values of both recordings are compared instead. So they are if they differ by a few roundings, as where
+    an evaluation turns parameters into averaged ones and back.
     """
     for name in pair.names():
         groups = []
@@ -239,12 +240,21 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
                         )
                     )
             groups.append(group)
-        edited = [any(not judge(quantity).equal for quantity in group) for group in groups]
+        edited = [[quantity for quantity in group if not judge(quantity).equal] for group in groups]
         others = (recording for recording, own in zip((pair.a, pair.b), edited, strict=True) if not own)
-        if any(edited) and all(map(_edits_parameters, others)):
+        are_rounded = all(_is_rounded(quantity) for group in edited for quantity in group)
+        if any(edited) and (are_rounded or all(map(_edits_parameters, others))):
             yield _edited(pair, step, name)
         else:
             yield from (group for group in groups if group)
+
+
+def _is_rounded(quantity: Quantity) -> bool:
+    """Whether each element is within a few roundings of the largest one. Those of a dtype narrower than float32 may hide an
+    update by an optimizer, and with it shards of another step."""
+    u = max(map(unit_roundoff, quantity.dtypes))
+    a, b = (finite(side) for side in (quantity.a, quantity.b))
+    return u <= unit_roundoff("float32") and bool(np.abs(a - b).max() <= FEW_ROUNDINGS * u * np.abs(a).max())
 
 
 @functools.lru_cache(maxsize=8)

@@ -521,7 +521,7 @@ def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
 
     def loop(*edited):
         return lambda phase, step, rank, name, array: (
-            array * (1 + 4 * U) if phase == "unsharded" and (step, name) in edited else array
+            array * (1 + 16 * U) if phase == "unsharded" and (step, name) in edited else array
         )
 
     both = synthetic.record(tmp_path / "a", dense, tamper=loop((1, "block.w"), (2, "block.w")))
@@ -529,6 +529,31 @@ def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
     never = synthetic.record(tmp_path / "c", dense)
     assert [compare(*runs).verdict for runs in ((both, once), (once, both))] == [Verdict.ROUNDING] * 2
     assert compare(once, never).verdict is Verdict.BUG
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "verdict"),
+    [
+        pytest.param("float64", 3 * U, Verdict.ROUNDING, id="float64"),
+        pytest.param("float32", 3 * 2.0**-24, Verdict.ROUNDING, id="float32"),
+        pytest.param("float32", 6 * 2.0**-24, Verdict.BUG, id="more"),
+        pytest.param("bfloat16", 2.0**-8, Verdict.BUG, id="bfloat16"),
+    ],
+)
+def test_an_edit_of_a_few_roundings_is_rounding(tmp_path, dtype, size, verdict):
+    """As by an evaluation that turns parameters into averaged ones and back."""
+
+    def turned(phase, step, rank, name, array):
+        if (phase, step) != ("unsharded", 1):
+            return array
+        largest = array == array.flat[np.abs(array.astype(float)).argmax()]
+        return np.where(largest, array.astype(float) * (1 + size), array).astype(array.dtype)
+
+    made = synthetic.manifest(dtype=dtype, schedule=Schedule(dense=3, every=1))
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=turned)
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is verdict, found.reason
 
 
 def test_only_the_first_steps_are_compared(tmp_path):
