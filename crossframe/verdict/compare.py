@@ -83,10 +83,10 @@ def compare(
     (`crossframe.verdict.measure.narrower_dtypes`).
 
     Initial parameters must be bitwise equal; unrelated values mean another run (`crossframe.verdict.initial_values`). A gathered
-    parameter must equal its shards, unless both runs changed parameters between steps, or one of them by rounding. NaN or infinity
-    on one side only is a bug in every dtype. Differing settings make two runs incomparable only if they can cause the first difference
-    (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive. Learning rates of steps are no numbers of a run:
-    if they differ, differences within bounds are not rounding.
+    parameter must equal its shards, unless both runs changed parameters between steps, or one of them by rounding. NaN or
+    infinity on one side only is a bug in every dtype. Differing settings make two runs incomparable only if they can cause the
+    first difference (`crossframe.verdict.measure.comparable`) or if the numbers are inconclusive. Learning rates of steps are no
+    numbers of a run: if they differ, differences within bounds are not rounding.
 
     If the runs compute or store parameters in different dtypes, the coarser dtype sets the bounds, and only perturbed runs of the
     coarser run are used (`crossframe.verdict.measure.unequal_dtypes`).
