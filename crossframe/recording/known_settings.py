@@ -29,6 +29,8 @@ LOSSES, MEAN = "losses", "mean"
 """The kind of loss that the loop recorded: MEAN if each rank recorded the mean over ranks."""
 FORWARD_ONLY = "forward_only"
 """Whether each step is one call of the model, whose loss is the root mean square of its output: nothing is trained."""
+EARLIER_UPDATES = "earlier_updates"
+"""How often parameters were updated before the recording began."""
 
 MOST_MICROBATCHES = 1 << 16
 _LARGEST = 1 << 53  # an int that is exact as a float
@@ -73,6 +75,7 @@ _KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = _OPTIONS | {
     "reduce_dtype": _DTYPE,
     COMMAND: ("a command line", _is_text),
     LOSSES: ("a name", _is_text),
+    EARLIER_UPDATES: ("an int of at least 1", lambda value: _is_count(value, _LARGEST)),
     FORWARD_ONLY: ("true or false", lambda value: isinstance(value, bool)),
     PER_RANK: ("a list of names", lambda value: _are(value, _is_text)),
     NOT_RECORDED: ("a list of names", lambda value: _are(value, _is_text)),

@@ -35,6 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
+from crossframe.recording.known_settings import EARLIER_UPDATES
 from crossframe.replacing import replacing
 from crossframe.scripts import flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
@@ -86,6 +87,8 @@ class ScriptRecorder:
         self._alone: set[tuple[int, int, frozenset[int]]] = set()
         self._called = weakref.WeakSet[nn.Module]()
         self._num_strange_steps = self._num_steps = 0
+        # How often each parameter was updated before the recording began.
+        self._updated_before: Counter[int] = Counter()
         self._sequences: Sequences | None = None
         self._losses: list[Tensor] = []
         self._knew_jax = "jax" in sys.modules  # not by the script
@@ -236,13 +239,14 @@ class ScriptRecorder:
                 "made after the forward, or have parameters of another model",
                 file=sys.stderr,
             )
+        if updates := max((self._updated_before[param] for param in own), default=0):
+            options["settings"] = {**(self._options.get("settings") or {}), EARLIER_UPDATES: updates}
         self._recorder = Recorder(
             self._directory,
             beside=modules_beside(modules),
             model=modules[0] if len(modules) == 1 else modules,
             optimizer=mine if self._keras.are_known and (len(mine) == 1 or options.get("pipeline")) else None,
-            **self._options,
-            **options,
+            **(self._options | options),
         ).__enter__()
         self._recorder.read_buffers_late()
 
@@ -302,6 +306,7 @@ class ScriptRecorder:
             pass  # the step of one inside of it has failed
         if self._recorder is None:
             self._num_strange_steps += not self._stepping
+            self._updated_before.update([] if is_wrapper(optimizer) else _params_of(optimizer))
             return
         if not is_wrapper(optimizer):
             self._count(optimizer)

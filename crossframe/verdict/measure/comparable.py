@@ -10,7 +10,7 @@ from crossframe.dtypes import unit_roundoff
 from crossframe.quoting import quote
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BUFFERS, FORWARD, PARAMETERS, STATE, UNSHARDED, UPDATE
-from crossframe.recording.known_settings import EPS_HAT, FORWARD_ONLY, GROUPS, PER_RANK
+from crossframe.recording.known_settings import EARLIER_UPDATES, EPS_HAT, FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.sample_ranks import are_redistributed, other_samples
 
@@ -100,10 +100,24 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
     found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and not _are_one(x, y)]
     found += [setting for name, phase in _OF_GROUPS.items() if (setting := _of_parameters(a, b, name, phase))]
+    found += [later] if (later := _earlier_updates(a, b)) else []
     scheduled = _rates(a, b)
     if scheduled is not None:
         found = [*scheduled, *(setting for setting in found if setting.name != "learning_rate")]
     return tuple(found)
+
+
+def _earlier_updates(a: Recording, b: Recording) -> Setting | None:
+    """That one recording begins after other numbers of updates; they change its initial values."""
+    numbers = [recording.manifest.settings.get(EARLIER_UPDATES) or 0 for recording in (a, b)]
+    if numbers[0] == numbers[1]:
+        return None
+    clauses = [
+        f"{name} begins after {number or 'no'} update{'s' * (number != 1)} of its parameters"
+        for name, number in zip(labels(a, b), numbers, strict=True)
+    ]
+    text = f"{' and '.join(clauses)}: steps before the optimizer was made are not recorded; make it before the first forward"
+    return Setting(EARLIER_UPDATES, numbers[0], numbers[1], PARAMETERS, text=text)
 
 
 def differing_batches(a: Recording, b: Recording) -> Setting | None:

@@ -335,3 +335,15 @@ def test_samples_of_another_step_are_no_rounding(tmp_path, by, verdict):
 
     a, b = faulty.record(tmp_path / "a"), faulty.record(tmp_path / "b", faulty.Faults(sample_ids=moved), noise=1)
     assert compare(a, b).verdict is verdict and compare(b, a).verdict is verdict
+
+
+def test_updates_before_a_recording_explain_its_initial_values(tmp_path):
+    def started(phase, step, rank, name, array):
+        return 1.01 * array if phase == "parameters" else array
+
+    late = synthetic.record(tmp_path / "a", synthetic.manifest(settings={"earlier_updates": 2}), tamper=started)
+    whole = synthetic.record(tmp_path / "b")
+    found = compare(late, whole)
+    assert found.verdict is Verdict.INCOMPARABLE, found.reason
+    assert "a begins after 2 updates of its parameters and b begins after no updates of its parameters" in found.reason
+    assert compare(late, late).verdict is Verdict.EQUAL

@@ -728,6 +728,7 @@ def test_optimizers_that_are_made_after_the_first_gradient_are_followed_from_the
     out = Recording.open(tmp_path / "out")
     assert out.num_steps == 3 and len(set(out.batch(0, 0).sample_ids)) == 6
     assert {(0, "encoder.0", "input"), (0, "decoder.0", "output")} <= set(out.activations(0))
+    assert out.manifest.settings["earlier_updates"] == 1
     assert "4 updates before the recording began are not in it" in capsys.readouterr().err
 
 
