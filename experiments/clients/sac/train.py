@@ -2,8 +2,8 @@
 
 python train.py [--no-foreach] [--fused] [--separate-backward] [--target-lerp] [--accumulate 2] [--mistake]
 
-The critics, the actor with squashed Gaussian actions, and the temperature have an optimizer each. With --mistake the gradients of the
-critics are zeroed after their step instead of before their backward, so that those of the actor's loss are added to the next ones.
+The critics, the actor with squashed Gaussian actions, and the temperature have an optimizer each. With --mistake the gradients of
+the critics are zeroed after their step instead of before their backward: those of the actor's loss are added to the next ones.
 """
 
 import argparse

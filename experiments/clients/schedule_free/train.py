@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 train.py [--parallel fsdp2 [--mistake]] [--batch 2 --accumulate 2] [--flash] [--no-foreach]
 
-With --mistake an evaluation leaves the parameters of the root unit unsharded. The next forward uses these averaged parameters, although
-the optimizer is in train mode again.
+With --mistake an evaluation leaves the parameters of the root unit unsharded. The next forward uses these averaged parameters,
+although the optimizer is in train mode again.
 """
 
 import argparse
