@@ -35,8 +35,6 @@ from crossframe.verdict.measure.values import Sides, activation_values
 
 MOST_ROWS = 2048
 """The largest number of rows that are matched: the time grows with its square, to about a second."""
-_NEAREST = 4
-"""The number of nearest rows of which exact distances are computed first."""
 
 
 class RoutedRows:
@@ -177,15 +175,11 @@ def _assigned(a: np.ndarray, b: np.ndarray, most: float) -> np.ndarray | None:
             owner[i] = i
 
     def rows_near(i: int) -> np.ndarray:
-        """The rows of b within the distance, the nearest first. Differences of squares are too inexact to tell."""
-        count = _NEAREST
-        while True:
-            count = min(count, len(b))
-            some = np.argpartition(squares[i], count - 1)[:count]
-            apart = np.linalg.norm(b[some] - a[i], axis=1)
-            if count == len(b) or apart.max() > 2 * most + 1e-7 * np.sqrt(squares[i].max()):
-                return some[np.argsort(apart)][: (apart <= most).sum()]
-            count *= 4
+        """The rows of b within the distance, the nearest first."""
+        # Differences of squares are too inexact to decide, and are only used to leave out most rows.
+        some = np.flatnonzero(squares[i] <= most**2 + 1e-10 * np.vdot(a[i], a[i]))
+        apart = np.linalg.norm(b[some] - a[i], axis=1)
+        return some[np.argsort(apart)][: (apart <= most).sum()]
 
     known: dict[int, np.ndarray] = {}
 
