@@ -157,20 +157,17 @@ def _first(trace: Trace, partner: Partner, ordered: bool) -> tuple[Operator | No
         # reads. Further outputs are for the backward.
         ends = [op.outputs[0] for op in trace.operators if op.outputs]
         parted = [value for value in ends if not partner(value) and key(value) not in used]
-    stack = [op for value in parted for op in makers[key(value)][:1]]
-    visited: set[int] = set()
+    involved = {makers[key(value)][0].index for value in parted}
     firsts: list[Operator] = []
     readers: list[Operator] = []
-    while stack:
-        op = stack.pop()
-        if op.index in visited:
+    for op in reversed(trace.operators):
+        if op.index not in involved:
             continue
-        visited.add(op.index)
         causes = [value for value in op.inputs if not partner(value)]
         # Equal values, such as masks, may have several makers: the operator reads that of the last one before it.
         earlier = (_last_before(op, makers.get(key(value), ())) for value in causes)
         inside = [made for made in earlier if made is not None]
-        stack += inside
+        involved.update(made.index for made in inside)
         if len(inside) < len(causes):
             readers.append(op)
         if not causes:
