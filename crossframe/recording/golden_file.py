@@ -33,7 +33,7 @@ LARGEST = 1 << 26
 """Maximum bytes of a file."""
 _LARGEST_CONTENT = 1 << 30
 _FIRST_LINE = b"crossframe golden 1\n"
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}]
+_PRESET = 7 | lzma.PRESET_EXTREME
 _MEMORY = 1 << 28
 _LENGTH_BYTES = 8
 
@@ -139,7 +139,7 @@ class Golden:
         }
         first = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
         content = b"".join([len(first).to_bytes(_LENGTH_BYTES, "little"), first, *parts])
-        return _FIRST_LINE + lzma.compress(content, check=lzma.CHECK_SHA256, filters=_FILTERS)
+        return _FIRST_LINE + lzma.compress(content, check=lzma.CHECK_SHA256, preset=_PRESET)
 
     def write(self, path: Path) -> None:
         """Write a file, which appears when it is complete."""
