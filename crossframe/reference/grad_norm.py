@@ -75,20 +75,20 @@ def partial(arrays: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.nd
         A scalar of that dtype: the sum of |g|**p, or the largest |g|; 0 if there are no elements.
     """
     order, total = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         for array in arrays:
             sizes = np.abs(array.astype(total.dtype))
             if order == math.inf:
                 total = np.maximum(total, sizes.max(initial=0))
             else:
-                total = total + (sizes**order).sum(dtype=total.dtype)
+                total = total + (sizes**order).sum()
     return total
 
 
 def combine(totals: Iterable[np.ndarray], norm_type: float, dtype: str) -> np.ndarray:
     """The norm, of shape (), from the totals of all reductions: the root of their sum, or their maximum."""
     order, norm = check_norm_type(norm_type), numpy_dtype(dtype).type(0)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         for total in totals:
             norm = np.maximum(norm, total) if order == math.inf else norm + total
         return norm if order == math.inf else norm ** (1 / order)
@@ -103,5 +103,5 @@ def clip_coefficient(norm: np.ndarray, max_norm: float) -> np.ndarray:
     (0.24999994039535522, 1.0)
     """
     bound = check_max_norm(max_norm)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         return np.minimum(bound / (norm + EPSILON), 1)

@@ -172,6 +172,16 @@ def test_R30_what_is_not_finite_is_seen_wherever_it_lies(order, bad):
         assert math.isnan(norm) == math.isnan(bad)
 
 
+def test_R30_norms_beyond_the_range_of_their_dtype_do_not_warn():
+    with np.errstate(all="raise"):
+        large, small = (partial([np.full(2, size, np.float32)], 2, "float32") for size in (1e30, 1e-30))
+        assert (large, small) == (math.inf, 0)
+        assert combine([np.float32(3e38)] * 2, 2, "float32") == math.inf
+        assert combine([np.float32(1e-30)], 0.5, "float32") == 0
+        assert clip_coefficient(np.float32(3e38), 1e-30) == 0
+        assert math.isnan(clip_coefficient(np.float32(math.inf), math.inf))
+
+
 def test_R30_the_coefficient_is_at_most_1_and_in_the_norms_dtype():
     for dtype in (np.float32, np.float64):
         assert clip_coefficient(dtype(0.5), 1.0) == 1
