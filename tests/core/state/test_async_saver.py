@@ -70,7 +70,7 @@ def test_a_save_is_waited_for_once(tmp_path):
 @pytest.mark.parametrize(("main_is_alive", "looks"), [(True, 10), (False, 4)])
 def test_an_ended_process_waits_for_a_while(monkeypatch, main_is_alive, looks):
     """A look at the clock is 20 seconds after the one before; 60 seconds later it is too late."""
-    pauses, times, main = [], iter(range(20, 1000, 20)), SimpleNamespace(is_alive=lambda: main_is_alive)
+    pauses, times, main = [], iter(range(1000, 2000, 20)), SimpleNamespace(is_alive=lambda: main_is_alive)
     monkeypatch.setattr(async_saver, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(async_saver, "threading", SimpleNamespace(main_thread=lambda: main))
     pending = object.__new__(async_saver._Pending)
@@ -79,6 +79,22 @@ def test_an_ended_process_waits_for_a_while(monkeypatch, main_is_alive, looks):
     pending._is_cancelled = False
     assert pending._await_others() is main_is_alive
     assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0][:looks]
+
+
+def test_a_checkpoint_gets_no_name_when_wait_fails(tmp_path, monkeypatch):
+    class Lost(ThreadProcess):
+        def together(self, title, act):
+            done = super().together(title, act)
+            if title == writing.WRITING:
+                raise AgreementError("a process is lost")
+            return done
+
+    monkeypatch.setattr(writing.Save, "is_written", lambda _: False)
+    sharding, process, saver = made("flat", 1), Lost(0, threading.Barrier(1), {}), AsyncSaver()
+    saver.save(tmp_path / "c", process, lambda: contents_of(sharding, process))
+    with pytest.raises(AgreementError, match="a process is lost"):
+        saver.wait()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_checkpoint_of_several_processes_is_complete_without_wait(tmp_path):
