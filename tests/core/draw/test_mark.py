@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from crossframe.draw import Mark, layout_svg
 from crossframe.draw.bars import LEAST_OUTLINE
 from crossframe.draw.shards import EACH_BY_ITSELF
+from crossframe.draw.svg import FONT, MONOSPACE
 from crossframe.errors import LayoutError, MeshError
 from crossframe.layout import FlatLayout, PerParamLayout, Sharding
 from crossframe.mesh import MeshSpec
@@ -83,11 +84,31 @@ def test_R06_one_rank_alone_may_be_meant():
     assert "3:9 of w" in texts(drawing)
 
 
-def test_R10_a_rank_of_another_replica_is_named():
-    sharding = Sharding((("", FlatLayout(TWO, 2, True)),), MeshSpec(2, 3))
+@pytest.mark.parametrize(("start", "kind"), [(10, "name alarm"), (88, "name alarm end")], ids=["right", "left"])
+def test_the_range_stands_beside_a_triangle_at_the_mark(start, kind):
+    name = "a" * 200
+    drawing = layout_svg(FlatLayout((ParamSpec(name, (100,)),), 1, True), mark=Mark(name, start, start + 2))
+    ((x, _, width),), (bar,) = outlines(drawing), frames(drawing)
+    middle = x + width / 2
+    (triangle,) = (each for each in parse(drawing).iter(f"{SVG}path") if each.get("class") == "alarm")
+    assert triangle.get("d", "").startswith(f"M{middle - 5:g} ")
+    (label,) = (each for each in parse(drawing).iter(f"{SVG}text") if each.get("class") == kind)
+    room = bar.x + bar.width - middle - 9 if kind == "name alarm" else middle - 9 - bar.x
+    assert float(label.get("x")) == pytest.approx(middle + 9 if kind == "name alarm" else middle - 9)
+    assert bar.y - FONT < float(label.get("y")) < bar.y
+    said = str(label.text)
+    assert said.startswith(f"{start}:{start + 2} of …aaa")
+    # As much of the name as there is room for, with a margin of less than two letters.
+    assert room - 2 * MONOSPACE * FONT < len(said) * MONOSPACE * FONT <= room
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_R10_a_rank_of_another_replica_is_named(replicas):
+    sharding = Sharding((("", FlatLayout(TWO, 2, True)),), MeshSpec(2, replicas))
     drawing = layout_svg(sharding, mark=Mark("w", 4, 6, rank=3))
     assert "rank 3, 4:6 of w" in texts(drawing)
     assert len(outlines(drawing)) == 1
+    assert "4:6 of w" in texts(layout_svg(sharding, mark=Mark("w", 4, 6)))
 
 
 def test_one_rank_of_very_many_has_a_bar_of_its_own_and_is_seen():

@@ -2,6 +2,8 @@
 
 import re
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from crossframe.draw.amounts import bytes_text, seconds_text
 from crossframe.draw.lanes import BAR, LEFT, MARGIN, THINNEST
 from crossframe.draw.steps import Bar, lanes, phases, sampled
 from crossframe.draw.svg import MONOSPACE, SANS
+from crossframe.draw.timeline import _sparkline
 from crossframe.errors import PlanError
 from crossframe.layout import FlatLayout
 from crossframe.params import ParamSpec
@@ -236,6 +239,13 @@ def test_memory_in_text_is_the_most_that_each_stretch_holds(case):
         assert drawn == "▁▂▃▄▅▆▇█"[max(1, eighths) - 1], cell
 
 
+def test_memory_in_text_shows_peaks_that_take_no_time():
+    moments = [(0.0, 8), (0.0, 2), (1.0, 8), (1.0, 2), (4.0, 4)]
+    spans = [SimpleNamespace(issue_seconds=at, memory_bytes=held) for at, held in moments]
+    cost: Any = SimpleNamespace(spans=spans, peak_bytes=8)
+    assert _sparkline(cost, total=4.0, width=4) == "██▂▄"
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.01, 3)), min_size=1, max_size=300), st.integers(1, 120))
 @QUICK
 def test_samples_are_in_proportion_to_time(pieces, num_cells):
@@ -272,6 +282,14 @@ def test_a_step_in_which_no_time_passes_is_drawn():
     cost = step_cost(step_plan(units, Strategy.NO_SHARD.mesh(1)), units, Hardware(latency_seconds=0))
     assert "no time passes" in plan_text(cost)
     parse(plan_svg(cost))
+
+
+def test_a_step_without_memory_is_drawn():
+    units = plan_units([("", FlatLayout((ParamSpec("w", (0,)),), 2, True))])
+    cost = step_cost(step_plan(units, Strategy.FULL_SHARD.mesh(2)), units, Hardware())
+    amounts, timeline = plan_text(cost, width=100).split("\n\n")[:2]
+    assert amounts.splitlines()[-1].strip() == "nothing"
+    assert next(line for line in timeline.splitlines() if line.startswith("memory")).endswith(" " + 85 * "▁")
 
 
 def test_names_are_escaped():
