@@ -197,7 +197,8 @@ def test_the_order_of_use_decides_between_equal_values_where_a_fault_may_be():
     assert not any("norm" in entry.name for entry in found.param_map.entries)
 
 
-def test_the_order_of_use_leaves_out_parameters_beside_modules():
+@pytest.mark.parametrize("beside", ["ours", "theirs"])
+def test_the_order_of_use_leaves_out_parameters_beside_modules(beside):
     weights = {
         f"{i}{each}": np.random.default_rng((k, m)).normal(size=(5, 4))
         for k, i in enumerate(("image", "text"))
@@ -210,8 +211,11 @@ def test_the_order_of_use_leaves_out_parameters_beside_modules():
         [f"{i}{each}" for i in ("image", "text") for each in (".token", ".position", "_norm", "_fc")],
         [f"{i}{each}" for i in ("image", "text") for each in ("", ".token", "_scale", "_fc")],
     )
+    if beside == "ours":
+        first, second, uses = second, first, uses[::-1]
     found = align(first, second, faulty_gradients(first, second), may_differ=True, uses=uses)
-    assert found.param_map.by_name["image_norm.weight"].path == "image_scale.weight"
+    ours, theirs = ("norm", "scale") if beside == "theirs" else ("scale", "norm")
+    assert found.param_map.by_name[f"image_{ours}.weight"].path == f"image_{theirs}.weight"
     assert not found.undecided and USE in found.evidence.values()
 
 

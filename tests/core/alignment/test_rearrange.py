@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,30 @@ def test_several_arrays_are_joined():
     assert behind.joint_dim == 1 and behind.right == (("a",), (), ("b",))
     joined = behind.join([behind(np.ones((2, 3))), behind(np.zeros((2, 3)))])
     assert joined.tolist() == [[[1] * 3, [0] * 3]] * 2
+
+
+class Foreign:
+    """An array of another library, with what `Rearrangement.join` needs of the array API."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def reshape(self, shape):
+        return Foreign(self.values.reshape(shape))
+
+    def __array_namespace__(self):
+        return SimpleNamespace(
+            concat=lambda arrays, axis=0: Foreign(np.concatenate([each.values for each in arrays], axis)),
+            zeros=lambda shape, dtype: Foreign(np.zeros(shape, dtype)),
+        )
+
+
+@pytest.mark.parametrize("pattern", ["a b c -> a[1:3/6] b c", "a b c -> a b + c"])
+def test_arrays_of_other_libraries_are_joined_there(pattern):
+    form = Rearrangement(pattern)
+    parts = [form(np.arange(24, dtype=np.float32).reshape(2, 3, 4))] * (1 if form.pads else 2)
+    joined = form.join([Foreign(part) for part in parts])
+    np.testing.assert_array_equal(joined.values, form.join(parts), strict=True)
 
 
 @pytest.mark.parametrize(
