@@ -59,6 +59,14 @@ def test_what_both_runs_have_or_rounding_explains_is_no_bug(tmp_path):
         assert compare(*pair).verdict is Verdict.EQUAL
 
 
+def test_a_difference_that_the_other_run_has_by_rounding_is_located(tmp_path):
+    right = recorded(tmp_path / "right", GRADIENT, difference=1e-16)
+    wrong = recorded(tmp_path / "wrong", GRADIENT)
+    for pair in ((right, wrong), (wrong, right)):
+        found = compare(*pair)
+        assert found.verdict is Verdict.BUG and "'block.w' in wrong is not the same on all ranks" in found.reason
+
+
 def test_a_value_after_one_within_rounding_is_located(tmp_path):
     right = recorded(tmp_path / "right")
     recorded(tmp_path / "wrong", ("", REDUCE, "embed", "reduced_grad"), difference=1e-16)
@@ -115,8 +123,16 @@ def test_each_phase_has_the_bound_of_two_recordings(tmp_path, phase, use, factor
             assert share < 1 or f"(bound {factor * BOUND:.1e})" in found.reason
 
 
-@pytest.mark.parametrize("phase", [REDUCE, STATE, UPDATE])
-def test_ranks_may_differ_by_the_rounding_of_cancelled_terms(tmp_path, phase):
+@pytest.mark.parametrize(
+    ("phase", "verdict"),
+    [
+        (REDUCE, Verdict.EQUAL),
+        (STATE, Verdict.EQUAL),
+        (UPDATE, Verdict.EQUAL),
+        pytest.param(PARAMETERS, Verdict.BUG, id="initial parameters are no sums"),
+    ],
+)
+def test_ranks_may_differ_by_the_rounding_of_cancelled_terms(tmp_path, phase, verdict):
     """A gradient that is small beside those of other parameters is only known up to the rounding of its terms."""
 
     def small(at, step, rank, name, array):
@@ -125,7 +141,21 @@ def test_ranks_may_differ_by_the_rounding_of_cancelled_terms(tmp_path, phase):
     where = ("block", phase, "block.w", "exp_avg" if phase == STATE else "")
     right = recorded(tmp_path / "right", tamper=small)
     found = compare(right, recorded(tmp_path / "wrong", where, difference=1e-7, tamper=small))
-    assert found.verdict is Verdict.EQUAL, found.reason
+    assert found.verdict is verdict, found.reason
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "use"),
+    [
+        pytest.param(REDUCE, "block.k_bias", "reduced_grad", id="gradient without a bound"),
+        pytest.param(STATE, "block.w", "momentum_buffer", id="entry that no run recorded"),
+    ],
+)
+def test_infinite_differences_between_ranks_are_bugs(tmp_path, phase, name, use):
+    right = recorded(tmp_path / "right")
+    found = compare(right, recorded(tmp_path / "wrong", ("block", phase, name, use), difference=np.inf))
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None
+    assert (found.first_divergence.event, found.first_divergence.parameter) == ("model_ranks", name)
 
 
 def test_gradients_of_zero_have_a_bound_too(tmp_path):
