@@ -265,6 +265,7 @@ def test_samples_beside_a_further_array_keep_their_order(first, second, same):
     ranks = [Batch("", (1, 2), (X,)), Batch("", *first)], [Batch("", (3, 4), (X, Y)), Batch("", *second)]
     a, b = (Fed(batches, [outputs(()), {}]) for batches in ranks)
     assert in_place(a, b, 1) is in_place(b, a, 1) is same
+    assert in_place(a, Fed(ranks[1], [outputs((), module="other"), {}]), 1) is same
     more = Fed(ranks[1], [outputs((), ()), {}])  # another number of microbatches
     assert not in_place(a, more, 1) and not in_place(a, Fed(ranks[1][1:], [outputs(())]), 1)
 

@@ -38,9 +38,13 @@ def test_a_batch_norm_is_recognised_whose_every_operation_rounds(bias):
     assert found.gain == 0.0 and len(found.statistics) == 8
 
 
-def test_the_gain_is_that_of_channels_that_vary_by_however_little():
-    squares = np.array([0.25, 0.0])
-    assert Estimates(gains=np.stack([squares, squares, 1.1 * squares, squares])).gain == pytest.approx(0.1)
+def test_the_gain_is_that_of_channels_that_vary_on_both_sides():
+    # By channel: a small one, one with a negative gain, and those that do not vary in one recording or in both.
+    squares_a, gain_a = np.array([0.25, 0.25, 0.25, 0.0, 0.0]), np.array([1.0, -1.0, 1.0, 1.0, 1.0])
+    squares_b, gain_b = np.array([0.25, 0.25, 0.0, 0.25, 0.0]), np.array([1.1, -1.3, 1.0, 1.0, 1.0])
+    assert Estimates(
+        gains=np.stack([gain_a * squares_a, squares_a, gain_b * squares_b, squares_b])
+    ).gain == pytest.approx(0.2)
     assert Estimates(gains=np.zeros((4, 2))).gain is None
 
 
