@@ -342,6 +342,20 @@ def test_a_mean_on_the_grid_of_bfloat16_needs_no_local_gradients() -> None:
     assert low_reduction(Contrast.of(wrong, beside, 1e-6), None, 2) is None
 
 
+def test_a_sum_of_few_bfloat16_values_needs_no_local_gradients() -> None:
+    wide = [drawn(i, 300).astype(np.float32) for i in range(2)]
+    right, wrong = (
+        np.sum(wide, axis=0),
+        np.sum([each.astype(ml_dtypes.bfloat16).astype(np.float32) for each in wide], axis=0),
+    )
+    found = low_reduction(Contrast.of(right, wrong, 1e-6), None, 1, num_microbatches=2)
+    assert found is not None and "of the elements of the mean are sums of 2 bfloat16 values" in found.text
+    partly, other = np.where(np.arange(300) < 60, right, wrong), np.roll(wrong, 1)
+    for values, num_microbatches in ((wrong, 1), (partly, 2), (other, 2)):
+        sides = Contrast.of(right, values, 1e-6)
+        assert low_reduction(sides, None, 1, num_microbatches=num_microbatches) is None
+
+
 def tied(seed: int, lookups: float, head: float) -> tuple[np.ndarray, np.ndarray]:
     looked_up, rows = np.zeros((20, 6)), np.random.default_rng(seed).permutation(20)[:7]
     looked_up[rows] = drawn(seed + 1, 7, 6)

@@ -149,7 +149,7 @@ def memory(padding: int) -> Values:
 
 def multihead(factor: float, *, causal: bool = True) -> Values:
     q, k, v = np.split(PROJECTED + IN_BIAS, 3, axis=-1)
-    y = Attention(HEADS, HEADS, causal, factor).of(Projections(q, k, v, (OUT, OUT_BIAS)))
+    y = Attention(HEADS, HEADS, causal, factor).of(Projections(q, k, v)) @ OUT.T + OUT_BIAS
     return {("attn", "input"): X, ("attn", "output"): y}
 
 
