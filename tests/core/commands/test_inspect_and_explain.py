@@ -7,10 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from crossframe.cli.commands import app
-from crossframe.recording.program import program_of
 from tests.core.helpers.synthetic import manifest, record
 
-OF_FOUR_PROCESSES = program_of(device="cpu", deterministic=True, compiled=True, processes=4)
+OF_FOUR_PROCESSES = {"device": "cpu", "deterministic": True, "compiled": True, "processes": 4}
 
 
 def run(*arguments):
