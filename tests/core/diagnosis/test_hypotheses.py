@@ -8,8 +8,10 @@ import pytest
 
 from crossframe.recording.event_format import FORWARD, REDUCE, UNSHARDED, UPDATE
 from crossframe.verdict import compare
+from crossframe.verdict.diagnosis import count_hypotheses
 from crossframe.verdict.diagnosis.case import Case, case_of
-from crossframe.verdict.diagnosis.layer_hypotheses import shifted_positions
+from crossframe.verdict.diagnosis.fit import sum_roundoff
+from crossframe.verdict.diagnosis.layer_hypotheses import modules_exchanged, shifted_positions
 from crossframe.verdict.diagnosis.movement_hypotheses import stale_copy
 from crossframe.verdict.diagnosis.optimizer_hypotheses import change_of_update
 from crossframe.verdict.diagnosis.rank_hypotheses import missing_rank
@@ -140,3 +142,52 @@ def test_added_gradients_fit_within_four_roundings(made, size, is_said):
     wrong = both + size * 2.0**-24 * np.linalg.norm(both) * (MOVED / np.linalg.norm(MOVED))
     fits = list(stale_copy(made(now, wrong.astype(np.float32), limit=0.0, phase=REDUCE, parameter="embed", step=1)))
     assert [fit.claim.kind for fit in fits] == ["added"] * is_said
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_said"),
+    [
+        pytest.param({}, True, id="input"),
+        pytest.param({"use": "output"}, False, id="output"),
+        pytest.param({"module": ""}, False, id="batch"),
+        pytest.param({"rank": None}, False, id="samples of other ranks"),
+    ],
+)
+def test_another_module_has_the_input_of_this_one(tmp_path, fields, is_said):
+    a = synthetic.record(tmp_path / "a")
+    b = synthetic.record(tmp_path / "b", tamper=synthetic.only("input", "block", lambda array: array + 1))
+    first = b.activation(0, 0, 0, "block", "input")
+    made = quantity(first, first[::-1], **INPUT_OF_BLOCK | {"module": "other"} | fields)
+    found = list(modules_exchanged(case_of(Pair(a, b), made, lambda each: LIMIT)))
+    assert [fit.signature for fit in found] == ["mixed_parameters"] * is_said
+
+
+def test_a_factor_of_norms_is_named_at_another_world_size(tmp_path):
+    twice = synthetic.only("norm", "", lambda array: 2 * array)
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(1))
+    found = compare(a, synthetic.record(tmp_path / "b", synthetic.manifest(2), tamper=twice))
+    assert found.diagnosis is not None and "b has 2 times the values of a (the world size)" in found.diagnosis.evidence
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "lost"),
+    [
+        pytest.param(110.0, 0.0, 0, id="lost"),
+        pytest.param(110.0, 0.9, 0, id="lost up to rounding"),
+        pytest.param(110.0, 1.1, None, id="more than rounding"),
+        pytest.param(90.0, 0.0, None, id="not clear from the right gradient"),
+    ],
+)
+def test_a_lost_microbatch_is_outside_of_the_span_of_the_others(made, monkeypatch, right, wrong, lost):
+    """Both gradients, with parts outside of the span of the second microbatch's inputs, in units of the rounding."""
+    case = made(START, START, phase=REDUCE, parameter="embed")
+    inputs, roundoff = [np.eye(5)[:2], np.eye(5)[2:4]], 1e-6
+    inside = np.ones((2, 2)) @ inputs[1]
+    unit = sum_roundoff(2, roundoff) * np.linalg.norm(inside) * np.sqrt(2)
+    sides = tuple(inside + times * unit * np.eye(5)[:2] / np.sqrt(2) for times in (right, wrong))
+    monkeypatch.setattr(Case, "compute_roundoff", roundoff)
+    monkeypatch.setattr(type(case.right), "num_microbatches", 2)
+    monkeypatch.setattr(count_hypotheses, "_inputs", lambda *_: inputs)
+    monkeypatch.setattr(count_hypotheses, "_gradients", lambda *_: sides)
+    (*found,) = count_hypotheses.lost_by_span(case)
+    assert [fit.claim.value for fit in found] == ([] if lost is None else [lost])

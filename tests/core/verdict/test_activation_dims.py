@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
+from crossframe.param_map import ParamMap
+from crossframe.rearrange import Rearrangement
 from crossframe.recording import Recording, RecordingWriter, create_recording
 from crossframe.recording.dims import Order, channels_first
 from crossframe.recording.event_format import perturbed_run_folder
+from crossframe.recording.mapped_recording import mapped
 from crossframe.recording.sketch import sketches_of
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.activation_dims import in_one_order
@@ -150,6 +153,21 @@ def test_perturbed_runs_are_moved_with_their_run(tmp_path):
     assert moved.perturbed_runs()[0].activation(0, 0, 0, *BLOCK).shape == (2, 3, 5, 5)
     assert b.activation(0, 0, 0, *BLOCK).shape == IMAGE and moved.activation_order(0, 0, 0, *BLOCK) is Order.TORCH
     assert in_one_order(a, b)[1] is moved and in_one_order(a, a) == (a, a)
+
+
+@pytest.mark.parametrize(
+    ("form", "moves", "order"),
+    [
+        pytest.param(None, False, Order.UNSTATED, id="as recorded"),
+        pytest.param(None, True, Order.TORCH, id="moved"),
+        pytest.param(Rearrangement("n h w c -> n c h w"), False, Order.TORCH, id="rearranged"),
+    ],
+)
+def test_a_view_in_other_names_states_its_order_of_dims(tmp_path, form, moves, order):
+    run = write(tmp_path / "jax", "jax", values_of(IMAGE), Order.UNSTATED)
+    view = mapped(run, ParamMap(()), run.manifest, {("other", "output"): (BLOCK, form)})
+    view = view.with_channels_first({("other", "output")} if moves else ())
+    assert view.activation_order(0, 0, 0, "other", "output") is order
 
 
 @pytest.mark.parametrize(
