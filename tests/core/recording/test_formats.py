@@ -117,7 +117,8 @@ def test_activations_of_format_3_are_read(tmp_path, framework, orders):
     def three_dims(phase, step, rank, name, array):
         return array[:, :, None] if phase == "output" and name == "block" else array
 
-    synthetic.write_run(tmp_path, synthetic.manifest(framework=framework), tamper=three_dims)
+    made = synthetic.manifest(framework=framework)
+    synthetic.write_run(tmp_path, made, tamper=three_dims)
     path = tmp_path / "manifest.json"
     was = hashlib.sha256(path.read_bytes()).hexdigest()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
@@ -128,6 +129,7 @@ def test_activations_of_format_3_are_read(tmp_path, framework, orders):
     found = Recording.open(tmp_path)
     assert {found.activation_order(0, 0, *at).value for at in found.activations(0)} == orders
     assert found.activation(0, 0, 0, "block", "output").shape == (3, 4, 1)
+    assert found.manifest == made  # which does not depend on the format
 
 
 def test_places_by_another_rule_of_alignment_are_refused(tmp_path, monkeypatch):
