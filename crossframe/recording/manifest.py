@@ -93,9 +93,10 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     detail: str = FULL
     token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
-    states_no_order: bool = field(default=False, init=False, compare=False, repr=False)
-    sketches_by_name: bool = field(default=False, init=False, compare=False, repr=False)
-    _file_sha256: str = field(default="", init=False, compare=False, repr=False)
+    # Set when the manifest is read from a file. Without annotations they are not fields of the dataclass.
+    states_no_order = False
+    sketches_by_name = False
+    _file_sha256 = ""
 
     def __post_init__(self) -> None:
         for name in ("framework", "model"):
