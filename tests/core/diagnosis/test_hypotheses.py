@@ -178,7 +178,7 @@ def test_a_factor_of_norms_is_named_at_another_world_size(tmp_path):
         pytest.param(90.0, 0.0, None, id="not clear from the right gradient"),
     ],
 )
-def test_a_lost_microbatch_is_outside_of_the_span_of_the_others(made, monkeypatch, right, wrong, lost):
+def test_lost_microbatches_are_found_by_span(made, monkeypatch, right, wrong, lost):
     """Both gradients, with parts outside of the span of the second microbatch's inputs, in units of the rounding."""
     case = made(START, START, phase=REDUCE, parameter="embed")
     inputs, roundoff = [np.eye(5)[:2], np.eye(5)[2:4]], 1e-6

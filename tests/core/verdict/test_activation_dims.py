@@ -163,7 +163,7 @@ def test_perturbed_runs_are_moved_with_their_run(tmp_path):
         pytest.param(Rearrangement("n h w c -> n c h w"), False, Order.TORCH, id="rearranged"),
     ],
 )
-def test_a_view_in_other_names_states_its_order_of_dims(tmp_path, form, moves, order):
+def test_views_state_their_order_of_dims(tmp_path, form, moves, order):
     run = write(tmp_path / "jax", "jax", values_of(IMAGE), Order.UNSTATED)
     view = mapped(run, ParamMap(()), run.manifest, {("other", "output"): (BLOCK, form)})
     view = view.with_channels_first({("other", "output")} if moves else ())

@@ -59,7 +59,7 @@ def test_what_both_runs_have_or_rounding_explains_is_no_bug(tmp_path):
         assert compare(*pair).verdict is Verdict.EQUAL
 
 
-def test_a_difference_that_the_other_run_has_by_rounding_is_located(tmp_path):
+def test_rounding_in_the_other_run_excuses_no_difference(tmp_path):
     right = recorded(tmp_path / "right", GRADIENT, difference=1e-16)
     wrong = recorded(tmp_path / "wrong", GRADIENT)
     for pair in ((right, wrong), (wrong, right)):
