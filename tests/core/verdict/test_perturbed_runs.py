@@ -233,7 +233,9 @@ def test_what_is_hidden_of_an_update_does_not_count_for_the_half_that_is_least_a
     steady.note([small])
     assert not steady.of(after).b.any()
     assert (steady.of(replace(after, late=True)).b == after.b).all()
-    # Sums of a sketch are no elements.
+    # Sums of a sketch are no elements, even if there are as many.
+    sketched = replace(after, sketches=tuple(sketches_of([after.a, after.b])))
+    assert steady.of(sketched) is sketched
     steady = Steady(lambda _: 1.0)
     steady.note([replace(small, sketches=tuple(sketches_of([small.a, small.b])))])
     assert steady.of(after) is after
