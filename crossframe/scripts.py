@@ -19,6 +19,9 @@ from crossframe.operators.source import call_file
 
 NOT_RECORDED = 3
 """Exit status of a script that ran but was not recorded."""
+IDLE_OPTIMIZERS = "idle_optimizers.json"
+"""The file in the directory of a recording without steps that lists optimizers which the script made and did not use, by their
+number in the order in which they were made. The command records again without them."""
 
 
 class ScriptRecorder(Protocol):

@@ -20,6 +20,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
+from crossframe.scripts import IDLE_OPTIMIZERS
 
 MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 """The module of each framework that records a script in its process."""
@@ -107,8 +108,15 @@ def record_script(
         command += ["--detail", detail]
     command_text = assignments(variables) + shlex.join(command + (["--", *arguments] if arguments else []))
     first = _missing(directory, command_text, perturbed_runs) if top_up else 0
+    idle: list[int] = []
+
+    def record(options: dict[str, Any]) -> int:
+        options |= {"idle_optimizers": idle} if idle else {}
+        program = script_command(framework, script, arguments, options, nproc_per_node)
+        return run(program, prints_to_stderr=prints_to_stderr, environment=variables)[0]
+
     for perturbed_run in range(first, perturbed_runs + 1):
-        options = {
+        options: dict[str, Any] = {
             "directory": str(directory.resolve()),
             "every": every,
             "dense": dense,
@@ -121,8 +129,10 @@ def record_script(
         } | ({"forward_only": True} if forward else {})
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
-        program = script_command(framework, script, arguments, options, nproc_per_node)
-        status, _ = run(program, prints_to_stderr=prints_to_stderr, environment=variables)
+        status = record(options)
+        if status and not idle and (idle := _idle_optimizers(directory)):
+            console.print("recording again without the optimizers that the script does not use", highlight=False)
+            status = record(options | {"overwrite": True})
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
@@ -131,6 +141,16 @@ def record_script(
             f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
             highlight=False,
         )
+
+
+def _idle_optimizers(directory: Path) -> list[int]:
+    """The numbers of the optimizers that a script which was not recorded has made and not used; [] if none are known."""
+    path = directory / IDLE_OPTIMIZERS
+    if not path.is_file():
+        return []
+    found: list[int] = json.loads(path.read_text())
+    path.unlink()
+    return found
 
 
 def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *, command: str = "record") -> str:

@@ -127,15 +127,22 @@ class Turn:
         """The parameters that the update got, or else those of the gradient."""
         if self.update.values["before"]:
             return named(self.update, "before")
+        return self._differentiated() or OrderedDict((name, Value(None)) for name in self.model.names)
+
+    def _differentiated(self) -> Params | None:
+        """The parameters at which the first gradient was taken; None if they are not those of the model."""
         tap = self.gradients[0].tap
-        found = self.model.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
-        return found or OrderedDict((name, Value(None)) for name in self.model.names)
+        return self.model.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
 
     def end(self, before: Params, after: Params | None) -> None:
         """The parameters after it are known, or will never be."""
         model, self.has_ended = self.model, True
         if self.in_scan:  # an iteration begins with the parameters of the one before
             before = OrderedDict((name, _known(value, model.after.get(name))) for name, value in before.items())
+        elif any(value.array is None for value in before.values()):
+            # The model gave the optimizer copies, as where nnx.remat returns the state of layers.
+            given = self._differentiated() or {}
+            before = OrderedDict((name, _known(value, given.get(name))) for name, value in before.items())
         if after is None:
             after = OrderedDict((name, Value(None)) for name in before)
         elif not model.is_added_by_optax and (added := self._sums(before)) is not None:

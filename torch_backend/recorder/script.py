@@ -5,8 +5,8 @@ optimizer; the recording begins there. Where several modules have the parameters
 generator and a discriminator, they are the model together, with what these optimizers have besides: tensors that no module has,
 such as the temperature of an agent. Where no module is called, the recording begins with the first backward. A step ends when
 every parameter that the optimizers have was updated, and its loss is the sum of the tensors on which backward was called; one
-that does not end is left out. A script that trains yet another model, or models one after another, is rejected; it can use a
-`Recorder`.
+that does not end is left out. If none ends, since an optimizer is never used, the command records again without it. A script that
+trains yet another model, or models one after another, is rejected; it can use a `Recorder`.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
 Inside of `context_parallel`, ranks have parts of the same sequences.
@@ -15,6 +15,7 @@ With `forward_only` the model is the first module with parameters that is called
 """
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -37,7 +38,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.recording.known_settings import EARLIER_UPDATES
 from crossframe.replacing import replacing
-from crossframe.scripts import flush_files, run_script
+from crossframe.scripts import IDLE_OPTIMIZERS, flush_files, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
@@ -69,12 +70,21 @@ class ScriptRecorder:
     Args:
         directory, options: of `Recorder`.
         stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
+        idle_optimizers: numbers of optimizers, in the order in which they are made, that the script does not use.
     """
 
-    def __init__(self, directory: str | Path, *, stop_after: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        stop_after: int | None = None,
+        idle_optimizers: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
         self._directory, self._options, self._stop_after = directory, options, stop_after
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
+        self._idle_optimizers = frozenset(idle_optimizers)
         self._depth = 0
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
@@ -126,6 +136,8 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
+        if error is None and self._updated and not self._num_steps:
+            raise UsageError(self._why_no_step())
         if self._num_steps and error is None and not self._updated <= self._most_updated:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
@@ -257,7 +269,22 @@ class ScriptRecorder:
 
     def _held(self) -> list[Optimizer]:
         """The optimizers that the script has made and not freed, without wrappers."""
-        return [optimizer for ref in self._made if (optimizer := ref()) is not None and not is_wrapper(optimizer)]
+        made = [ref() for i, ref in enumerate(self._made) if i not in self._idle_optimizers]
+        return [optimizer for optimizer in made if optimizer is not None and not is_wrapper(optimizer)]
+
+    def _why_no_step(self) -> str:
+        """Why no step has ended although optimizers have stepped. Lists those that never have, for `IDLE_OPTIMIZERS`."""
+        used = self._updated.keys()
+        unused = [held for held in self._optimizers if not _params_of(held) & used]
+        numbers = [i for i, ref in enumerate(self._made) if any(ref() is held for held in unused)]
+        if os.environ.get("RANK", "0") == "0":
+            Path(self._directory, IDLE_OPTIMIZERS).write_text(json.dumps(numbers))
+        kinds = Counter(type(held).__name__ for held in unused)
+        listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+        return (
+            f"no step of training ended: of {len(self._optimizers)} optimizers, {len(unused)} never stepped ({listed}); do not "
+            f"make them, or {_USE_RECORDER}"
+        )
 
     def _together(self, part: nn.Module | None, mine: Sequence[Optimizer]) -> nn.Module | None:
         """A model of all modules and tensors that optimizers train, if these are several; `mine` are those of `part`. If there is
@@ -334,6 +361,8 @@ class ScriptRecorder:
             self._recorder.follow(optimizer)
         self._updated.update(own := _params_of(optimizer))
         if max((self._updated[each] for each in own), default=0) > _MOST_UPDATES:
+            if not self._num_steps:
+                raise UsageError(self._why_no_step())
             raise UsageError(
                 f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"

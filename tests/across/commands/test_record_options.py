@@ -11,6 +11,7 @@ from crossframe.cli.entry import run
 from crossframe.cli.explain import command_of
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.recording import Recording
+from crossframe.scripts import IDLE_OPTIMIZERS, NOT_RECORDED
 from tests.on_jax.helpers.scripts import EAGER
 
 
@@ -60,6 +61,30 @@ def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
     assert found.manifest.detail == "sketch"
     assert found.manifest.framework == "jax" and found.num_steps == 3
     assert found.manifest.settings["command"].endswith("train.py --framework jax --every 2 --dense 1 --detail sketch")
+
+
+def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatch, capsys):
+    script, output, runs = tmp_path / "train.py", tmp_path / "out", []
+    script.write_text("import torch\n")
+
+    def run_once(program, **_):
+        runs.append(json.loads(program[-2]))
+        if len(runs) > 1:
+            return 0, ""
+        output.mkdir()
+        (output / IDLE_OPTIMIZERS).write_text("[2]")
+        return NOT_RECORDED, ""
+
+    monkeypatch.setattr("crossframe.cli.record.run", run_once)
+    assert run(["record", str(script), "--output", str(output), "--perturbed-runs", "2"]) == 0
+    assert [(each.get("idle_optimizers"), each["overwrite"], each["perturbed_run"]) for each in runs] == [
+        (None, False, 0),
+        ([2], True, 0),
+        ([2], True, 1),
+        ([2], True, 2),
+    ]
+    assert "recording again without the optimizers that the script does not use" in capsys.readouterr().out
+    assert not any(output.iterdir())
 
 
 def test_a_recording_of_forward_alone_is_repeated_as_one():

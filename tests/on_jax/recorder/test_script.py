@@ -527,6 +527,22 @@ def test_an_optimizer_that_is_unpacked_into_two_functions_is_followed(run, tmp_p
     assert recording.num_steps == 3 and set(recording.state_slots(0, "w")) == {"exp_avg", "exp_avg_sq"}
 
 
+COPIED = UNPACKED.replace(
+    "    updates, state = update(grads, state)",
+    """    params = jax.tree.map(lambda leaf: jnp.stack([*leaf]), params)
+    updates, state = update(grads, state, params)""",
+)
+
+
+def test_copies_of_parameters_that_an_optimizer_is_given_are_known(run, tmp_path):
+    """As the state of layers that nnx.remat returns, or of layers that a loop takes from a stack and stacks again."""
+    for name, text in (("given", UNPACKED), ("copied", COPIED)):
+        assert run(text, name)[0] == 0
+    given, copied = (Recording.open(tmp_path / name) for name in ("given", "copied"))
+    assert not given.full("parameters", 0, "b").any()
+    assert compare(given, copied).verdict is Verdict.EQUAL
+
+
 OLDER = {"shard_map": (MAPPED, "jax.shard_map"), "pjit": (TWO_CALLS, "jax.jit")}
 
 

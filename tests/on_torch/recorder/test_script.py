@@ -1,5 +1,6 @@
 """Scripts that know nothing of the recorder, recorded."""
 
+import json
 import os
 import resource
 import subprocess
@@ -21,7 +22,7 @@ from crossframe.errors import UsageError
 from crossframe.inspection import inspect
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.scripts import NOT_RECORDED
+from crossframe.scripts import IDLE_OPTIMIZERS, NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
@@ -410,7 +411,7 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
         (ONE_AFTER_ANOTHER, "trains models one after another"),
         (
             ONE_AFTER_ANOTHER.replace("in tokens", "in tokens.repeat(40, 1, 1)"),
-            "100 steps of SGD passed without one of",
+            "no step of training ended: of 2 optimizers, 1 never stepped (1 of SGD)",
         ),
         (IN_PARTS, "no module that the script calls by itself has all of its parameters"),
         ("print('hello')", "nothing was trained in this process"),
@@ -419,6 +420,28 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
 def test_what_is_not_recorded_says_why(run, text, said, capsys):
     assert run(text) == NOT_RECORDED
     assert said in capsys.readouterr().err
+
+
+IDLE = (
+    PAIRS
+    + """
+temperature = nn.Parameter(torch.zeros(()).double())
+idle = torch.optim.Adam([temperature])
+"""
+    + LOOP
+)
+
+
+def test_an_optimizer_that_never_steps_is_left_out(run, tmp_path, capsys):
+    assert run(IDLE, every=1) == NOT_RECORDED
+    assert "of 3 optimizers, 1 never stepped (1 of Adam)" in capsys.readouterr().err
+    listed = tmp_path / "out" / IDLE_OPTIMIZERS
+    assert json.loads(listed.read_text()) == [2]
+    listed.unlink()
+    assert run(IDLE, every=1, overwrite=True, idle_optimizers=[2]) == 0
+    assert run(PAIRS + LOOP, every=1, directory=str(tmp_path / "without")) == 0
+    found = compare(*(Recording.open(tmp_path / name) for name in ("out", "without")))
+    assert (found.verdict, found.steps) == (Verdict.EQUAL, 3), found.reason
 
 
 @pytest.mark.parametrize(
