@@ -119,6 +119,13 @@ def record(
     window: Annotated[
         list[str] | None, typer.Option(help="Record further steps in full, for instance 500:510. May be repeated.")
     ] = None,
+    idle_optimizer: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="An optimizer that the script makes and never uses, by its number in the order in which they are made, from 0. "
+            "May be repeated. Default: found by a second run if needed."
+        ),
+    ] = None,
     forward: Annotated[
         bool,
         typer.Option(
@@ -154,6 +161,7 @@ def record(
             every=every,
             dense=dense,
             windows=tuple(window_of(each) for each in window or ()),
+            idle_optimizers=tuple(idle_optimizer or ()),
             forward=forward,
             detail=detail,
             overwrite=overwrite,

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.cli.option_values import put, write_svg
-from crossframe.cli.record import script_command
+from crossframe.cli.record import idle_in, script_command
 from crossframe.cli.training_command import split_variables
 from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError
@@ -246,6 +246,8 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
         recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
         if FORWARD_OPTION in options:
             recorder["forward_only"] = True
+        if idle := idle_in(options):
+            recorder["idle_optimizers"] = idle
         return script_command(framework, stated[2], arguments, recorder, int(options[at]) if at else None)
     if shlex.join(stated).startswith(TRAIN):
         return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]

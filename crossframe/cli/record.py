@@ -5,6 +5,7 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from crossframe.cli.training_command import MAX_PROCESSES, assignments
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD
+from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
 from crossframe.scripts import IDLE_OPTIMIZERS
@@ -42,6 +43,7 @@ def record_script(
     dense: int | None = None,
     windows: Sequence[tuple[int, int]],
     stop_after: int | None = None,
+    idle_optimizers: Sequence[int] = (),
     forward: bool = False,
     detail: str = "auto",
     overwrite: bool,
@@ -61,6 +63,8 @@ def record_script(
         dense: number of steps that are dense, from the first. None: DENSE, or DENSE_FORWARD with `forward`.
         windows: (start, stop) of further steps that are dense.
         stop_after: number of steps after which the script is ended; None: it runs to its end.
+        idle_optimizers: numbers of optimizers that the script makes and never uses, in the order in which they are made. If there
+            are others, no step ends, and the script is recorded a second time.
         forward: record calls of the model, with gradients or without, instead of training.
         detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
@@ -87,6 +91,10 @@ def record_script(
     if detail not in _DETAILS:
         raise UsageError(f"record: --detail: expected {', '.join(_DETAILS[:-1])} or {_DETAILS[-1]}, got {detail!r}")
     check_perturbed_runs(perturbed_runs)
+    if idle_optimizers and framework == "jax":
+        raise UsageError(
+            f"record: {IDLE_OPTION} is of scripts of torch; in JAX an optimizer counts when its update is called"
+        )
     if baseline is not None and not watch:
         raise UsageError("record: --baseline is what --watch compares the run with; pass --watch too")
     directory = output or Path("runs", script.stem)
@@ -106,12 +114,15 @@ def record_script(
     command += window_arguments(windows)
     if detail != "auto":
         command += ["--detail", detail]
-    command_text = assignments(variables) + shlex.join(command + (["--", *arguments] if arguments else []))
-    first = _missing(directory, command_text, perturbed_runs) if top_up else 0
-    idle: list[int] = []
+    first = 0
+    if top_up:
+        recording = Recording.open(directory)
+        idle_optimizers = idle_optimizers or idle_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
+        first = _missing(recording, _text(variables, command, idle_optimizers, arguments), perturbed_runs)
 
     def record(options: dict[str, Any]) -> int:
-        options |= {"idle_optimizers": idle} if idle else {}
+        options["settings"] = {COMMAND: _text(variables, command, idle_optimizers, arguments)}
+        options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
         program = script_command(framework, script, arguments, options, nproc_per_node)
         return run(program, prints_to_stderr=prints_to_stderr, environment=variables)[0]
 
@@ -125,13 +136,16 @@ def record_script(
             "perturbed_run": perturbed_run,
             "stop_after": stop_after,
             "overwrite": overwrite or perturbed_run > 0,
-            "settings": {COMMAND: command_text},
         } | ({"forward_only": True} if forward else {})
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         status = record(options)
-        if status and not idle and (idle := _idle_optimizers(directory)):
-            console.print("recording again without the optimizers that the script does not use", highlight=False)
+        if status and (idle := _idle_optimizers(directory)) and not idle_optimizers:
+            idle_optimizers = idle
+            numbers = shlex.join(_options_of(idle))
+            console.print(
+                f"recording again without optimizers that the script does not use: {numbers}", highlight=False
+            )
             status = record(options | {"overwrite": True})
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
@@ -141,6 +155,29 @@ def record_script(
             f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
             highlight=False,
         )
+
+
+def _options_of(idle_optimizers: Sequence[int]) -> list[str]:
+    """The options that state idle optimizers."""
+    return [word for number in idle_optimizers for word in (IDLE_OPTION, str(number))]
+
+
+def _text(
+    variables: Mapping[str, str], command: Sequence[str], idle_optimizers: Sequence[int], arguments: Sequence[str]
+) -> str:
+    """The command line that repeats a recording."""
+    words = [*command, *_options_of(idle_optimizers), *(["--", *arguments] if arguments else [])]
+    return assignments(variables) + shlex.join(words)
+
+
+def idle_in(command: Sequence[str]) -> list[int]:
+    """The numbers of idle optimizers that a command which records states.
+
+    >>> idle_in(["crossframe", "record", "train.py", "--idle-optimizer", "2", "--", "--idle-optimizer", "3"])
+    [2]
+    """
+    options = command[: command.index("--")] if "--" in command else command
+    return [int(number) for option, number in pairwise(options) if option == IDLE_OPTION]
 
 
 def _idle_optimizers(directory: Path) -> list[int]:
@@ -180,18 +217,17 @@ def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *
     return framework
 
 
-def _missing(directory: Path, command: str, perturbed_runs: int) -> int:
+def _missing(recording: Recording, command: str, perturbed_runs: int) -> int:
     """The number of the first missing perturbed run of a recording, which the same command must have made."""
-    recording = Recording.open(directory)
     made_by = recording.manifest.settings.get(COMMAND)
     if made_by != command:
         raise UsageError(
-            f"{directory}: expected a recording made by `{command}`, but it was made by `{made_by}`; perturbed runs are of "
-            "one run: repeat that command with --top-up"
+            f"{recording.directory}: expected a recording made by `{command}`, but it was made by `{made_by}`; perturbed runs "
+            "are of one run: repeat that command with --top-up"
         )
     present = len(recording.perturbed_runs())
     if present >= perturbed_runs:
-        raise UsageError(f"{directory} has {present} perturbed runs already; pass a larger --perturbed-runs")
+        raise UsageError(f"{recording.directory} has {present} perturbed runs already; pass a larger --perturbed-runs")
     return present + 1
 
 

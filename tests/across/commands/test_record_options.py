@@ -83,8 +83,18 @@ def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatc
         ([2], True, 1),
         ([2], True, 2),
     ]
-    assert "recording again without the optimizers that the script does not use" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "recording again without optimizers that the script does not use: --idle-optimizer 2" in said
     assert not any(output.iterdir())
+    stated = runs[1]["settings"]["command"]
+    assert stated.endswith("--idle-optimizer 2") and "--idle-optimizer" not in runs[0]["settings"]["command"]
+    again = command_of(stated.split(), Path("out"), 1, "torch")
+    assert json.loads(again[-2])["idle_optimizers"] == [2]
+    runs[1:] = []
+    arguments = ["record", str(script), "--output", str(tmp_path / "stated"), "--idle-optimizer", "0"]
+    assert run([*arguments, "--idle-optimizer", "3"]) == 0 and runs[-1]["idle_optimizers"] == [0, 3]
+    script.write_text("import jax\n")
+    assert "--idle-optimizer is of scripts of torch" in said_of(capsys, str(script), "--idle-optimizer", "0")
 
 
 def test_a_recording_of_forward_alone_is_repeated_as_one():
