@@ -19,9 +19,17 @@ from crossframe.operators.source import call_file
 
 NOT_RECORDED = 3
 """Exit status of a script that ran but was not recorded."""
-IDLE_OPTIMIZERS = "idle_optimizers.json"
-"""The file in the directory of a recording without steps that lists optimizers which the script made and did not use, by their
-number in the order in which they were made. The command records again without them."""
+_IDLE_OPTIMIZERS = "idle_optimizers.{}.json"
+
+
+def idle_optimizers_file(directory: Path, rank: str) -> Path:
+    """The file of a recording without steps in which a rank lists the optimizers that the script has made and not used, by their
+    numbers in the order in which they are made. The command records again without them.
+
+    Args:
+        rank: its number; "*": a pattern of the files of all ranks.
+    """
+    return directory / _IDLE_OPTIMIZERS.format(rank)
 
 
 class ScriptRecorder(Protocol):

@@ -138,7 +138,7 @@ def _write_step(writer: RecordingWriter, recording: Recording, step: int) -> Non
     rank = writer.rank
     batch = recording.batch(step, rank)
     writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
-    writer.loss(step, recording.losses()[step, rank])
+    writer.loss(step, recording.losses()[step, rank], num_losses=recording.num_losses(step, rank))
     if (norm := recording.grad_norm(step, rank)) is not None:
         writer.grad_norm(step, norm)
     writer.collectives(step, recording.collectives(step, rank))

@@ -1,6 +1,7 @@
 """`crossframe record script.py`: runs and records any training script of torch or JAX, followed by its perturbed runs."""
 
 import json
+import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
-from crossframe.scripts import IDLE_OPTIMIZERS
+from crossframe.scripts import idle_optimizers_file
 
 MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 """The module of each framework that records a script in its process."""
@@ -139,6 +140,7 @@ def record_script(
         } | ({"forward_only": True} if forward else {})
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
+        _idle_optimizers(directory)  # of a command that was ended before it read them
         status = record(options)
         if status and (idle := _idle_optimizers(directory)) and not idle_optimizers:
             idle_optimizers = idle
@@ -181,13 +183,14 @@ def idle_in(command: Sequence[str]) -> list[int]:
 
 
 def _idle_optimizers(directory: Path) -> list[int]:
-    """The numbers of the optimizers that a script which was not recorded has made and not used; [] if none are known."""
-    path = directory / IDLE_OPTIMIZERS
-    if not path.is_file():
-        return []
-    found: list[int] = json.loads(path.read_text())
-    path.unlink()
-    return found
+    """The numbers of the optimizers that a script which was not recorded has made and not used, as the ranks list them, or that of
+    this process; [] if they list none, or others. The lists are deleted."""
+    pattern = idle_optimizers_file(directory, os.environ.get("RANK", "*"))
+    paths = sorted(directory.glob(pattern.name))
+    found = [json.loads(path.read_text()) for path in paths]
+    for path in paths:
+        path.unlink()
+    return found[0] if found and all(each == found[0] for each in found) else []
 
 
 def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *, command: str = "record") -> str:

@@ -6,7 +6,8 @@ A line is one JSON object. Its "event" is one of these:
 - "batch": the batch of the rank: `digest` (sha256, hex), `sample_ids`, and optionally `inputs`, two numbers for each array
   (`crossframe.recording.batches.inputs_of`).
 - "loss": `value`, the loss of this rank. `backwards`, which is optional, are the losses of which this is the sum where optimizers
-  take turns in the step: [number of forwards before it, loss] for each backward.
+  take turns in the step: [number of forwards before it, loss] for each backward. `num_losses`, which is optional, is the
+  number of losses that the recorder has added: one for each backward.
 - "activation": the input or output (`use`) of a module in forward, of `shape`, which is stored in the step's safetensors file
   under `activation_key`. `name` is the module. `order` is the known order of dims (`crossframe.recording.dims`); if it is unknown
   and the activation is sketched, "channels_first" is the sketch with channels first. `operator`, which is optional, is the
@@ -251,6 +252,8 @@ def decode(line: bytes, rank: int, where: str, framework: str = "") -> dict[str,
         _check_step(fields, where)
     if event == "loss" and "backwards" in fields:
         _check_backwards(fields, where)
+    number = fields.get("num_losses", 1)
+    expect(type(number) is int and number >= 1, where, "a number of losses", number)
     if event == "batch":
         expect(bool(_DIGEST.fullmatch(fields["digest"])), where, "a sha256 as digest", fields["digest"])
     return fields

@@ -104,6 +104,7 @@ class RankIndex:
     Attributes:
         lines: the structure of each step.
         backwards: (number of forwards before it, loss) of each backward, by step, where optimizers take turns.
+        num_losses: the number of losses of which that of a step is the sum, if it is more than 1, by step.
         norms: the gradient norm, by step.
         counts: the counts of optimizer steps, by step: one number if it is the same for all parameters, otherwise one for each
             of `StepLines.counted`.
@@ -119,6 +120,7 @@ class RankIndex:
     lines: list[StepLines] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     backwards: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    num_losses: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     counts: dict[int, float | tuple[float, ...]] = field(default_factory=dict)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -278,6 +280,8 @@ def _file(index: RankIndex, own: StepLines, fields: dict[str, Any], step: int, m
     match fields["event"]:
         case "loss":
             index.losses[step] = fields["value"]
+            if (number := fields.get("num_losses", 1)) > 1:
+                index.num_losses[step] = number
             if backwards := fields.get("backwards"):
                 index.backwards[step] = tuple((forwards, loss) for forwards, loss in backwards)
         case "batch":

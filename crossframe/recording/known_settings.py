@@ -32,7 +32,7 @@ LOSSES, MEAN = "losses", "mean"
 FORWARD_ONLY = "forward_only"
 """Whether each step is one call of the model, whose loss is the root mean square of its output: nothing is trained."""
 EARLIER_UPDATES = "earlier_updates"
-"""How often parameters were updated before the recording began."""
+"""The number of updates of each parameter before the recording began."""
 
 MOST_MICROBATCHES = 1 << 16
 _LARGEST = 1 << 53  # an int that is exact as a float

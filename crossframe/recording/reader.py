@@ -183,6 +183,11 @@ class Recording:
         rows = [[index.losses[step] for index in self._indexes] for step in range(self.num_steps)]
         return np.array(rows, np.float64).reshape(self.num_steps, self.manifest.world_size)
 
+    def num_losses(self, step: int, rank: int) -> int:
+        """The number of losses that the recorder has added at a step, one for each backward; 1 if the loop stated the sum."""
+        self._check(step, rank)
+        return self._indexes[rank].num_losses.get(step, 1)
+
     def backwards(self, step: int, rank: int) -> tuple[tuple[int, float], ...]:
         """(Number of forwards before it, loss) of each backward of a step in which optimizers take turns; else ()."""
         self._check(step, rank)

@@ -119,13 +119,16 @@ class RecordingWriter:
             fields["inputs"] = stated
         self._add("batch", self._at(step, event_format.BATCH, "batch") | fields, once=event_format.BATCH)
 
-    def loss(self, step: int, value: float, backwards: Sequence[tuple[int, float]] = ()) -> None:
+    def loss(
+        self, step: int, value: float, backwards: Sequence[tuple[int, float]] = (), *, num_losses: int = 1
+    ) -> None:
         """Record this rank's loss, before any average over ranks.
 
         Args:
             backwards: where optimizers take turns in the step, (number of forwards before it, loss) of each backward.
+            num_losses: the number of losses of which it is the sum, one for each backward; 1 if the loop stated the sum.
         """
-        fields: dict[str, Any] = {"value": float(value)}
+        fields: dict[str, Any] = {"value": float(value)} | ({"num_losses": num_losses} if num_losses > 1 else {})
         if backwards:
             fields["backwards"] = [[int(forwards), float(loss)] for forwards, loss in backwards]
         self._add("loss", self._at(step, event_format.FORWARD, "loss") | fields, once=event_format.FORWARD)

@@ -97,13 +97,15 @@ def only_rounds(pair: Pair, first: Judgement, bits: Bits) -> str:
     are further apart than that.
 
     A gradient that is zero in exact arithmetic is nothing but rounding, whatever its values. Of others, see
-    [Note: a few roundings]. Where a compiled program changes in one place, it rounds in another way everywhere.
+    [Note: a few roundings]. Where a compiled program changes in one place, it rounds in another way everywhere, and on all ranks:
+    the values of one of several are not judged so.
     """
     if first.quantity.phase in (BACKWARD, REDUCE) and first.quantity.bound == math.inf:
         return "in a gradient that is zero up to rounding"
     if is_few_roundings(pair, first.quantity):
         return "a few roundings"
-    is_far_below = bits.compiled and not first.beyond and first.used < _LEAST_SHARE
+    is_of_all = first.quantity.rank is None or pair.a.manifest.world_size == 1
+    is_far_below = bits.compiled and is_of_all and not first.beyond and first.used < _LEAST_SHARE
     return f"less than {_LEAST_SHARE:.0%} of its bound, in a compiled program" if is_far_below else ""
 
 

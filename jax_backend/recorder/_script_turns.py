@@ -127,9 +127,9 @@ class Turn:
         """The parameters that the update got, or else those of the gradient."""
         if self.update.values["before"]:
             return named(self.update, "before")
-        return self._differentiated() or OrderedDict((name, Value(None)) for name in self.model.names)
+        return self._params_of_gradient() or OrderedDict((name, Value(None)) for name in self.model.names)
 
-    def _differentiated(self) -> Params | None:
+    def _params_of_gradient(self) -> Params | None:
         """The parameters at which the first gradient was taken; None if they are not those of the model."""
         tap = self.gradients[0].tap
         return self.model.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
@@ -141,7 +141,8 @@ class Turn:
             before = OrderedDict((name, _known(value, model.after.get(name))) for name, value in before.items())
         elif any(value.array is None for value in before.values()):
             # The model gave the optimizer copies, as where nnx.remat returns the state of layers.
-            given = self._differentiated() or {}
+            given = self._params_of_gradient() or {}
+            given = {} if any(value.by_rank for value in given.values()) else given
             before = OrderedDict((name, _known(value, given.get(name))) for name, value in before.items())
         if after is None:
             after = OrderedDict((name, Value(None)) for name in before)

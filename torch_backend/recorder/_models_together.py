@@ -56,8 +56,9 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
         found = [part]
     if part is not None and not any(one is part for each in found for one in inner_modules(each)):
         return None
-    if len(found) == 1 and not loose and part is not None:
-        return found[0] if lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part) else None
+    if len(found) == 1 and not loose:
+        is_whole = part is None or lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part)
+        return found[0] if is_whole else None
     return ModelsTogether(_by_name([*found, *loose]))
 
 

@@ -130,11 +130,11 @@ def mask_in(named: Any, tensors: Sequence[Tensor]) -> int | None:
 
 
 def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
-    """The modules that the script may call: the model, or if it lacks a forward or is called in parts, all modules in it that
+    """The modules that the script may call: the model, and if it lacks a forward or is called in parts, all modules in it that
     have one, except those inside compiled ones."""
-    if not (in_parts or lacks_forward(model)):
+    found: dict[nn.Module, None] = {} if lacks_forward(model) else {model: None}
+    if found and not in_parts:
         return [model]
-    found: dict[nn.Module, None] = {}
     for child in children_of(model).values():
         if child is None:
             continue
@@ -204,8 +204,8 @@ class Watch:
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
         self._model, self._called = model, _called(model, in_parts=in_parts)
+        begins = self._model_begins if self._called == [model] else self._part_begins
         for part in self._called:
-            begins = self._model_begins if part is model else self._part_begins
             self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
         self.expects_forward = bool(self._called)
 
@@ -417,7 +417,7 @@ class Watch:
         self._model_begins(part, args, kwargs)
         if self.is_dense and self._inside and self._view is not None:
             self._enter(self._root)
-            if is_first:  # it had no hooks of its own when it was called
+            if is_first and part is not self._root:  # it had no hooks of its own when it was called
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
     def backward_begins(self) -> None:
@@ -534,10 +534,11 @@ def _cloned(value: Any) -> Any:
 
 
 def _is_state(given: Tensor, state: Tensor) -> bool:
-    """Whether all elements of a tensor are those of a state, or zero."""
+    """Whether all elements of a tensor are those of a state, or zero. If all are zero, it is the beginning of a state, which the
+    script gives."""
     if (given.shape, given.dtype, given.device) != (state.shape, state.dtype, state.device):
         return False
-    return bool(((given == state) | (given == 0)).all())
+    return bool(((given == state) | (given == 0)).all() and given.any())
 
 
 def _storage_of(tensor: Tensor) -> int:

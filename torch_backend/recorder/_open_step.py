@@ -229,5 +229,6 @@ class PendingSteps:
             arrays = self._context.whole_batch(arrays)
         batch = batch_of(arrays, values.masks, digest=values.digest, sample_ids=values.sample_ids)
         writer.batch(step, batch.digest, batch.sample_ids, batch.inputs)
-        writer.loss(step, loss, [(forwards, float(each)) for forwards, each in values.backwards])
+        backwards = [(forwards, float(each)) for forwards, each in values.backwards]
+        writer.loss(step, loss, backwards, num_losses=max(1, len(values.loss)))
         writer.end_step(step, [float(rate) for rate in values.rates])

@@ -30,6 +30,9 @@ class Listener:
             stands_for: the tensor from which its hooks go on, if the graph of the loss ends there (`_stand_in`).
         """
 
+    def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Gradients of a scalar are about to be returned, as by `torch.autograd.grad`, and its graph to be freed."""
+
     def scaled(self, scaler: Any) -> None:
         """A GradScaler scaled the loss of the next backward."""
 
@@ -66,6 +69,8 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
             stack.callback(handle.remove)
         stack.enter_context(hooks_left_out())
         stack.enter_context(replacing(torch.autograd, "backward", _backward(torch.autograd.backward, listener)))
+        run = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+        stack.enter_context(replacing(torch.autograd, "_engine_run_backward", _run_backward(run, listener)))
         for cls in subclasses_of(torch.amp.GradScaler):
             if "scale" in cls.__dict__:
                 stack.enter_context(replacing(cls, "scale", _scale(vars(cls)["scale"])))
@@ -89,6 +94,21 @@ def _backward(own: Any, listener: Listener) -> Any:
         return own(tensors, *args, **kwargs)
 
     return backward
+
+
+def _run_backward(own: Any, listener: Listener) -> Any:
+    """`torch.autograd.grad` calls it, under whatever name the script has imported that."""
+
+    def run(
+        tensors: Any, grads: Any, keep_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # With the graph kept, gradients may be watched only, or those of an inner loop or a penalty.
+        returns = kwargs.get("accumulate_grad") is False and not (keep_graph or create_graph or in_backward())
+        if returns and len(tensors) == 1 and tensors[0].numel() == 1:
+            listener.grad(tensors[0].detach(), inputs)
+        return own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)
+
+    return run
 
 
 def _stand_in(loss: Tensor) -> Tensor | None:

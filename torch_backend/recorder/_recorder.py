@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from crossframe.errors import RecordingError, UnsupportedError, UsageError
 from crossframe.operators import Request
@@ -404,7 +405,7 @@ class Recorder(Listener):
                     keeper.buffers(self.current_step - 1)
                 self._write_pending()
 
-    # Called by hooks
+    # Called by hooks. Where the script compiles its whole step, these are not compiled.
 
     def begins(self, inputs: list[Tensor]) -> None:
         """A forward begins, with these inputs if it is the first one."""
@@ -428,6 +429,7 @@ class Recorder(Listener):
             size = full(found.detach()).to(torch.float64).square().mean().sqrt()
         self._end_step(size)
 
+    @_disable_dynamo
     def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
         with quietly():
             self.write_late()
@@ -439,19 +441,28 @@ class Recorder(Listener):
             if self._trace is not None:
                 self._trace.result(loss)
 
+    @_disable_dynamo
+    def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
+        if self._has_any(inputs):
+            self.backward(loss, None)
+
+    @_disable_dynamo
     def scaled(self, scaler: Any) -> None:
         if self._parts[0].watch.is_dense:  # otherwise unused, and it would wait for the accelerator
             self._open.loss_scale = float(scaler.get_scale())
 
+    @_disable_dynamo
     def clips(self, params: Sequence[Tensor] | None) -> None:
         if self._has_begun and self._has_any(params):
             with quietly():
                 self._keep_grads(params)
 
+    @_disable_dynamo
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
         if self._has_begun and self._has_any(params):
             self._open.norm = norm.detach().clone()
 
+    @_disable_dynamo
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         with quietly():
             self._begun()

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_stack
@@ -30,6 +31,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -38,7 +40,7 @@ from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.recording.known_settings import EARLIER_UPDATES
 from crossframe.replacing import replacing
-from crossframe.scripts import IDLE_OPTIMIZERS, flush_files, run_script
+from crossframe.scripts import flush_files, idle_optimizers_file, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
@@ -89,6 +91,8 @@ class ScriptRecorder:
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
         self._optimizers: list[Optimizer] = []
+        # Those of them that have stepped.
+        self._used: list[Optimizer] = []
         self._stepping: list[Optimizer] = []  # the last one is called by those before it
         # How often each parameter was updated since all were, and at most until all were.
         self._updated: Counter[int] = Counter()
@@ -125,6 +129,7 @@ class ScriptRecorder:
             # Calls are looked at only until the model is found: after that they cost nothing.
             self._until_found.enter_context(replacing(nn.Module, "__call__", self._looking(nn.Module.__call__)))
             if not self._forward_only:
+                self._until_found.enter_context(replacing(torch, "compile", self._compiling(torch.compile)))
                 self._until_found.enter_context(
                     replacing(torch.autograd, "backward", self._beginning_backward(torch.autograd.backward))
                 )
@@ -190,7 +195,33 @@ class ScriptRecorder:
             finally:
                 self._depth -= 1
 
-        return call
+        # Where the script compiles its whole step, only what the call runs is compiled.
+        return _disable_dynamo(call, recursive=False)
+
+    def _compiling(self, own: Any) -> Any:
+        """Functions that the script compiles are not seen to call modules, and hooks that these get later are not compiled: the
+        model is looked for before such a function is called."""
+
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            compiled = own(*args, **kwargs)
+            function = args[0] if args else kwargs.get("model")
+            if function is None or isinstance(compiled, nn.Module):  # a decorator, which calls this again
+                return compiled
+
+            @wraps(compiled)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._recorder is None:
+                    self._look_before_compiled()
+                return compiled(*args, **kwargs)
+
+            return call
+
+        return compile
+
+    @_disable_dynamo
+    def _look_before_compiled(self) -> None:
+        if torch.is_grad_enabled() and not (self._depth or self._stepping or in_backward() or in_transform()):
+            self._consider()
 
     def _beginning_backward(self, own: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -219,6 +250,7 @@ class ScriptRecorder:
     def _parts_of_sequences(self, found: Sequences) -> None:
         self._sequences = found
 
+    @_disable_dynamo
     def _consider(self, *modules: nn.Module, **options: Any) -> None:
         """Start recording modules if they have all parameters of an optimizer, or any where nothing is trained.
 
@@ -273,12 +305,12 @@ class ScriptRecorder:
         return [optimizer for optimizer in made if optimizer is not None and not is_wrapper(optimizer)]
 
     def _why_no_step(self) -> str:
-        """Why no step has ended although optimizers have stepped. Lists those that never have, for `IDLE_OPTIMIZERS`."""
-        used = self._updated.keys()
-        unused = [held for held in self._optimizers if not _params_of(held) & used]
+        """Why no step has ended although optimizers have stepped. Lists those that never have (`idle_optimizers_file`)."""
+        unused = [held for held in self._optimizers if all(held is not each for each in self._used)]
         numbers = [i for i, ref in enumerate(self._made) if any(ref() is held for held in unused)]
-        if os.environ.get("RANK", "0") == "0":
-            Path(self._directory, IDLE_OPTIMIZERS).write_text(json.dumps(numbers))
+        path = idle_optimizers_file(Path(self._directory), os.environ.get("RANK", "0"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(numbers))
         kinds = Counter(type(held).__name__ for held in unused)
         listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
         return (
@@ -324,9 +356,11 @@ class ScriptRecorder:
                     found.append((len(ids), each))
         return min(found, key=lambda each: each[0])[1] if found else None
 
+    @_disable_dynamo
     def _begins_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping.append(optimizer)
 
+    @_disable_dynamo
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         while self._stepping and self._stepping.pop() is not optimizer:
@@ -359,6 +393,13 @@ class ScriptRecorder:
                 )
             self._optimizers.append(optimizer)
             self._recorder.follow(optimizer)
+        if all(optimizer is not each for each in self._used):
+            self._used.append(optimizer)
+            if any(self._made[i]() is optimizer for i in self._idle_optimizers):
+                raise UsageError(
+                    f"an optimizer steps that had not at first, or that --idle-optimizer states: {type(optimizer).__name__}; "
+                    f"{_USE_RECORDER}"
+                )
         self._updated.update(own := _params_of(optimizer))
         if max((self._updated[each] for each in own), default=0) > _MOST_UPDATES:
             if not self._num_steps:

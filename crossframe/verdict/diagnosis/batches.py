@@ -135,7 +135,9 @@ def _some_arrays(a: Fed, b: Fed, step: int, names: tuple[str, str]) -> str | Non
     if len(x) != len(y) or {len(batch.inputs) for batch in (*x, *y)} != {len(x[0].inputs)}:
         return None
     pairs = [(p, q) for p, q in zip(x, y, strict=True) if p.inputs != q.inputs]
-    others = sorted({i for p, q in pairs for i, array in enumerate(q.inputs) if array not in p.inputs})
+    others = sorted(
+        {i for p, q in pairs for i, (one, other) in enumerate(zip(p.inputs, q.inputs, strict=True)) if one != other}
+    )
     if not 0 < len(others) < len(x[0].inputs):
         return None
     called = f"of the {len(x[0].inputs)} arrays that the model is called with"

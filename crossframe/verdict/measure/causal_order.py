@@ -52,6 +52,7 @@ from crossframe.verdict.measure.values import (
     Sides,
     activation_values,
     assemble,
+    is_same,
     match_values,
     rank_values,
 )
@@ -225,8 +226,8 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
 
     A loop may change parameters between steps, and rounding may decide whether it does (for example, if a norm exceeds a limit).
     If the unsharded values of one recording differ from its shards and the loop of the other one also changes parameters at some
-    step, the unsharded values of both recordings are compared instead. So they are if they differ by a few roundings, as where
-    an evaluation turns parameters into averaged ones and back.
+    step, the unsharded values of both recordings are compared instead, if both have them. The same holds for unsharded values
+    that differ from their shards by a few roundings, as where an evaluation turns parameters into averaged ones and back.
     """
     for name in pair.names():
         groups = []
@@ -242,16 +243,33 @@ def _unsharded(pair: Pair, step: int) -> Iterator[Group]:
             groups.append(group)
         edited = [[quantity for quantity in group if not judge(quantity).equal] for group in groups]
         others = (recording for recording, own in zip((pair.a, pair.b), edited, strict=True) if not own)
-        are_rounded = all(_is_rounded(quantity) for group in edited for quantity in group)
-        if any(edited) and (are_rounded or all(map(_edits_parameters, others))):
+        sides = zip((pair.a, pair.b), edited, strict=True)
+        are_rounded = any(edited) and all(_are_rounded(recording, step, name, own) for recording, own in sides)
+        are_recorded = all(groups)
+        if are_recorded and any(edited) and (are_rounded or all(map(_edits_parameters, others))):
             yield _edited(pair, step, name)
-        else:
+        elif are_recorded or not are_rounded:
             yield from (group for group in groups if group)
 
 
+def _are_rounded(recording: Recording, step: int, name: str, edited: Sequence[Quantity]) -> bool:
+    """Whether the unsharded values that differ from shards were changed by a few roundings: on all ranks alike, and not to the
+    shards of an earlier step, which differ by no more if the learning rate is tiny."""
+    if not edited:
+        return True
+    if len(edited) < len(recording.ranges(UNSHARDED, step, name)) or not all(map(_is_rounded, edited)):
+        return False
+    if not all(same_bits(quantity.b, edited[0].b) for quantity in edited):
+        return False
+    earlier = (before_step(each) for each in range(step) if each in recording.recorded_steps())
+    shards = (assemble(recording, *each, name) for each in earlier if recording.has(*each, name))
+    gathered = rank_values(recording, UNSHARDED, step, edited[0].rank or 0, name)
+    return not any(is_same(match_values(each, gathered, by_sketch=False)) for each in shards)
+
+
 def _is_rounded(quantity: Quantity) -> bool:
-    """Whether each element is within a few roundings of the largest one. Those of a dtype narrower than float32 may hide an
-    update by an optimizer, and with it shards of another step."""
+    """Whether each element is within a few roundings of the largest one, in float32 or float64. A few roundings of a narrower
+    dtype are as large as an update by an optimizer."""
     u = max(map(unit_roundoff, quantity.dtypes))
     a, b = (finite(side) for side in (quantity.a, quantity.b))
     return u <= unit_roundoff("float32") and bool(np.abs(a - b).max() <= FEW_ROUNDINGS * u * np.abs(a).max())
@@ -261,16 +279,11 @@ def _is_rounded(quantity: Quantity) -> bool:
 def _edits_parameters(recording: Recording) -> bool:
     """Whether the loop changes any parameter between steps."""
     return any(
-        (sides := _gathered(recording, step, part, name)) is not None and not _is_same(sides)
+        (sides := _gathered(recording, step, part, name)) is not None and not is_same(sides)
         for step in recording.recorded_steps()
         for name in recording.manifest.params
         for part in recording.ranges(UNSHARDED, step, name)
     )
-
-
-def _is_same(sides: Sides) -> bool:
-    a, b, sketches = sides
-    return same_bits(a, b) if sketches is None else sketches[0].equals(sketches[1])
 
 
 def _edited(pair: Pair, step: int, name: str) -> Group:

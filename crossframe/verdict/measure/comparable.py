@@ -13,6 +13,7 @@ from crossframe.recording.event_format import BUFFERS, FORWARD, PARAMETERS, STAT
 from crossframe.recording.known_settings import EARLIER_UPDATES, EPS_HAT, FORWARD_ONLY, GROUPS, PER_RANK
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.sample_ranks import are_redistributed, other_samples
+from crossframe.verdict.measure.values import assemble, is_same, match_values
 
 # Settings that recordings may state, and the first phase whose values they change; None if they change no values by themselves.
 _MANIFEST = {"model": None, "steps": None, "dtype": None, "seed": PARAMETERS, "learning_rate": UPDATE}
@@ -108,16 +109,20 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
 
 
 def _earlier_updates(a: Recording, b: Recording) -> Setting | None:
-    """That one recording begins after other numbers of updates; they change its initial values."""
+    """The numbers of updates before each recording, if they differ. They change initial values, or else optimizer state."""
     numbers = [recording.manifest.settings.get(EARLIER_UPDATES) or 0 for recording in (a, b)]
     if numbers[0] == numbers[1]:
         return None
     clauses = [
-        f"{name} begins after {number or 'no'} update{'s' * (number != 1)} of its parameters"
+        f"{name} begins after {number or 'no'} stated update{'s' * (number != 1)} of its parameters"
         for name, number in zip(labels(a, b), numbers, strict=True)
     ]
-    text = f"{' and '.join(clauses)}: steps before the optimizer was made are not recorded; make it before the first forward"
-    return Setting(EARLIER_UPDATES, numbers[0], numbers[1], PARAMETERS, text=text)
+    text = f"{' and '.join(clauses)}: a recording begins with the first forward for which there is an optimizer"
+    initial = [{name: assemble(each, PARAMETERS, 0, name) for name in each.manifest.params} for each in (a, b)]
+    are_equal = initial[0].keys() == initial[1].keys() and all(
+        is_same(match_values(value, initial[1][name], by_sketch=False)) for name, value in initial[0].items()
+    )
+    return Setting(EARLIER_UPDATES, numbers[0], numbers[1], STATE if are_equal else PARAMETERS, text=text)
 
 
 def differing_batches(a: Recording, b: Recording) -> Setting | None:

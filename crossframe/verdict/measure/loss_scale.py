@@ -41,6 +41,8 @@ from crossframe.verdict.measure.values import assemble, match_values, rank_value
 
 _LEAST = 2.0
 """The smallest factor that is attributed to a scale."""
+_NEAR_LOSSES = 0.01
+"""Relative difference up to which losses of the whole batch are taken for the same; they are judged by their own bounds."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ def _mean_local(
 
 
 def repeats_of_loss(pair: Pair) -> tuple[float, float]:
-    """What the losses of a and of b are divided by: the number of microbatches if each has the loss of the whole batch, else 1.
+    """The divisors of a's and of b's losses: the number of added losses if each is that of the whole batch, else 1.
 
-    The losses are then nearer to each other than as they were recorded, while the recordings agree on the mean of the local
-    gradients: reduced ones may be recorded after clipping, which takes out any factor.
+    The losses are then equal to a hundredth, and are not as they were recorded, while the recordings agree on the mean of the
+    local gradients: reduced ones may be recorded after clipping, which takes out any factor.
     """
     return pair.remember(repeats_of_loss, lambda: _repeats_of_loss(pair))
 
@@ -134,7 +136,7 @@ def repeats_of_loss(pair: Pair) -> tuple[float, float]:
 def describe_repeats(pair: Pair, names: tuple[str, str]) -> str | None:
     """A clause on `repeats_of_loss`; None if it is 1 for both recordings."""
     found = [(name, int(n)) for name, n in zip(names, repeats_of_loss(pair), strict=True) if n > 1]
-    clauses = [f"the {n} microbatches of {name} each have the loss of the whole batch" for name, n in found]
+    clauses = [f"each of the {n} losses that {name} adds in a step is that of the whole batch" for name, n in found]
     return f"{' and '.join(clauses)}; their mean is compared" if found else None
 
 
@@ -142,22 +144,20 @@ def _repeats_of_loss(pair: Pair) -> tuple[float, float]:
     step = next((step for step in pair.steps if any(pair.has(REDUCE, step, name) for name in pair.names())), None)
     if step is None:
         return 1.0, 1.0
-    shares = (1.0, 1.0) if pair.by_rank else shares_of(pair)
+    of_a, of_b = (float(recording.num_losses(step, 0)) for recording in (pair.a, pair.b))
+    shares = (1.0, 1.0) if pair.by_rank or of_a == of_b == 1 else shares_of(pair)
     x, y = (float(losses[step].mean()) * share for losses, share in zip(pair.losses, shares, strict=True))
-    if x * y <= 0 or not math.isfinite(x * y):
-        return 1.0, 1.0
-    of_a, of_b = (float(recording.num_microbatches) for recording in (pair.a, pair.b))
     choices = [(1.0, 1.0), (1.0, of_b), (of_a, 1.0), (of_a, of_b)]
-    found = min(choices, key=lambda by: abs(math.log(y / by[1] / (x / by[0]))))
-    if found == (1.0, 1.0):  # without reading gradients
+    found = next((by for by in choices if math.isclose(x / by[0], y / by[1], rel_tol=_NEAR_LOSSES)), choices[0])
+    if found == choices[0]:  # without reading gradients
         return found
     names = [name for name in pair.names() if pair.has(REDUCE, step, name)]
     local = [_factors(_mean_local(recording, pair.a, step, names)) for recording in (pair.a, pair.b)]
     if not all(factors for factors, _ in local):
-        return 1.0, 1.0
+        return choices[0]
     of_a, of_b = (weighted_median(*factors) for factors in local)
     ratio, of_grads = found[1] / found[0], of_a / of_b if of_b else 0.0
-    return found if _is_nearer(of_grads, 1.0, ratio) and _is_nearer(of_grads, 1.0, 1 / ratio) else (1.0, 1.0)
+    return found if _is_nearer(of_grads, 1.0, ratio) and _is_nearer(of_grads, 1.0, 1 / ratio) else choices[0]
 
 
 def _has_local_grads(pair: Pair, step: int) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from crossframe.dtypes import numpy_dtype
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE, UPDATE
+from crossframe.recording.hashing import same_bits
 from crossframe.recording.sketch import WHOLE, Sketch, sketches_of
 from crossframe.verdict.measure.bounds_by_dtype import bounds_for
 from crossframe.verdict.measure.metrics import norm, ratio
@@ -70,6 +71,12 @@ def match_values(a: Side, b: Side, *, by_sketch: bool) -> Sides:
         both = (first.folded(num_sums), second.folded(num_sums))
         return both[0].sums, both[1].sums, both
     return a.elements, b.elements, None
+
+
+def is_same(sides: Sides) -> bool:
+    """Whether both sides have the same bits, or equal sketches."""
+    a, b, sketches = sides
+    return same_bits(a, b) if sketches is None else sketches[0].equals(sketches[1])
 
 
 def assemble(recording: Recording, phase: str, step: int, name: str, use: str = "", replica: int = 0) -> Side:

@@ -11,7 +11,7 @@ from crossframe.cli.entry import run
 from crossframe.cli.explain import command_of
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.recording import Recording
-from crossframe.scripts import IDLE_OPTIMIZERS, NOT_RECORDED
+from crossframe.scripts import NOT_RECORDED, idle_optimizers_file
 from tests.on_jax.helpers.scripts import EAGER
 
 
@@ -64,15 +64,17 @@ def test_a_script_of_jax_is_recorded_by_the_command(capsys, tmp_path):
 
 
 def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatch, capsys):
-    script, output, runs = tmp_path / "train.py", tmp_path / "out", []
+    script, output, runs, ranks = tmp_path / "train.py", tmp_path / "out", [], [0, 1]
     script.write_text("import torch\n")
+    output.mkdir()
+    idle_optimizers_file(output, "7").write_text("[5]")  # of a command that was killed
 
     def run_once(program, **_):
         runs.append(json.loads(program[-2]))
         if len(runs) > 1:
             return 0, ""
-        output.mkdir()
-        (output / IDLE_OPTIMIZERS).write_text("[2]")
+        for rank in range(2):
+            idle_optimizers_file(output, str(rank)).write_text("[2]" if rank in ranks else "[3]")
         return NOT_RECORDED, ""
 
     monkeypatch.setattr("crossframe.cli.record.run", run_once)
@@ -90,7 +92,8 @@ def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatc
     assert stated.endswith("--idle-optimizer 2") and "--idle-optimizer" not in runs[0]["settings"]["command"]
     again = command_of(stated.split(), Path("out"), 1, "torch")
     assert json.loads(again[-2])["idle_optimizers"] == [2]
-    runs[1:] = []
+    runs[:], ranks[:] = [], [0]  # ranks that list other optimizers
+    assert run(["record", str(script), "--output", str(output)]) == 2 and len(runs) == 1
     arguments = ["record", str(script), "--output", str(tmp_path / "stated"), "--idle-optimizer", "0"]
     assert run([*arguments, "--idle-optimizer", "3"]) == 0 and runs[-1]["idle_optimizers"] == [0, 3]
     script.write_text("import jax\n")

@@ -886,6 +886,9 @@ TOKENS, MASK, LABELS = np.arange(12).reshape(4, 3), np.ones((4, 3)), np.arange(4
     ("arrays", "text"),
     [
         pytest.param([TOKENS, MASK, LABELS[::-1]], "only array 3 of b differs from that of a", id="order"),
+        pytest.param(
+            [TOKENS, MASK, TOKENS], "only array 3 of b differs from that of a", id="another array of the batch"
+        ),
         pytest.param([TOKENS, 0 * MASK, LABELS + 1], "only arrays 2 and 3 of b differ from those of a", id="values"),
         pytest.param([TOKENS + 1, 0 * MASK, LABELS + 1], "of 4 samples in a and 4 in b, 0 are the same", id="all"),
         pytest.param([TOKENS, MASK, LABELS + 1, MASK], "of 4 samples in a and 4 in b, 0 are the same", id="more"),

@@ -531,6 +531,61 @@ def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
     assert compare(once, never).verdict is Verdict.BUG
 
 
+def _turned(size, ranks=(0, 1)):
+    """The unsharded values of step 1, whose largest element is changed by this on some ranks."""
+
+    def change(phase, step, rank, name, array):
+        if (phase, step) != ("unsharded", 1) or rank not in ranks:
+            return array
+        largest = array == array.flat[np.abs(array.astype(float)).argmax()]
+        return np.where(largest, array.astype(float) * (1 + size), array).astype(array.dtype)
+
+    return change
+
+
+def test_a_few_roundings_on_one_rank_are_a_bug(tmp_path):
+    made = synthetic.manifest(schedule=Schedule(dense=3, every=1))
+    found = compare(*pair(tmp_path, made, made, tamper=_turned(3 * U, ranks=(1,))))
+    assert found.verdict is Verdict.BUG, found.reason
+
+
+@pytest.mark.parametrize("size", [3 * U, 1e-3], ids=["rounding", "more"])
+def test_an_edit_where_the_other_run_is_not_dense_is_rounding(tmp_path, size):
+    first, second = (synthetic.manifest(schedule=Schedule(dense=dense, every=1)) for dense in (1, 3))
+    found = compare(*pair(tmp_path, first, second, tamper=_turned(size)))
+    assert (found.verdict is Verdict.BUG) is (size > U * 10), found.reason
+    if found.verdict is Verdict.BUG:
+        assert "is not bitwise equal to the shards of b before the step" in found.reason
+
+
+def test_shards_of_an_earlier_step_are_a_bug_at_any_rate(tmp_path):
+    """At a tiny rate they differ by a rounding."""
+
+    def run(name, behind):
+        first = {}
+
+        def change(phase, step, rank, what, array):
+            if phase == "parameters" or (phase, step) == ("unsharded", 0):
+                first[phase, rank, what] = array
+            if phase == "update":
+                return moved(first["parameters", rank, what], step + 1)
+            if phase == "unsharded" and step:
+                return moved(first["unsharded", rank, what], step - behind)
+            return array
+
+        return synthetic.record(tmp_path / name, made, tamper=change)
+
+    def moved(array, steps):
+        return (array * (1 + 2.0**-23 * steps)).astype(array.dtype)
+
+    made = synthetic.manifest(dtype="float32", schedule=Schedule(dense=3, every=1))
+    a, b = run("a", 0), run("b", 1)
+    assert compare(a, a).verdict is Verdict.EQUAL
+    found = compare(a, b)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
+    assert (found.first_divergence.step, found.first_divergence.phase) == (1, "unsharded")
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "verdict"),
     [
@@ -542,15 +597,8 @@ def test_an_edit_that_rounding_leaves_out_of_one_run_is_rounding(tmp_path):
 )
 def test_an_edit_of_a_few_roundings_is_rounding(tmp_path, dtype, size, verdict):
     """As by an evaluation that turns parameters into averaged ones and back."""
-
-    def turned(phase, step, rank, name, array):
-        if (phase, step) != ("unsharded", 1):
-            return array
-        largest = array == array.flat[np.abs(array.astype(float)).argmax()]
-        return np.where(largest, array.astype(float) * (1 + size), array).astype(array.dtype)
-
     made = synthetic.manifest(dtype=dtype, schedule=Schedule(dense=3, every=1))
-    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=turned)
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=_turned(size))
     for pair in ((a, b), (b, a)):
         found = compare(*pair)
         assert found.verdict is verdict, found.reason

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, REDUCE, perturbed_run_folder
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.measure.loss_scale import _factors, _is_nearer, _power_of_two, scaled_on_one_side, shares_of
@@ -293,49 +294,52 @@ def repeated(by=1.0):
     return scaled(by, divided_by=1.0, loss=2.0)
 
 
-TWO = {"accumulate": 2}
+def added(recording, number=2):
+    """The recording again, whose losses are sums of so many."""
+    for rank in range(recording.manifest.world_size):
+        synthetic.edit_events(
+            recording.directory, '"use": "loss", ', f'"use": "loss", "num_losses": {number}, ', rank=rank
+        )
+    return Recording.open(recording.directory)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_losses_of_the_whole_batch_count_once(tmp_path, world_size):
+@pytest.mark.parametrize("also", [False, True], ids=["one loss", "mean of microbatches"])
+def test_losses_of_the_whole_batch_count_once(tmp_path, world_size, also):
     a = record(tmp_path / "a", world_size=world_size)
-    b = record(tmp_path / "b", repeated(), noise=1, world_size=world_size, other=TWO)
-    for pair in ((a, b), (b, a)):
+    b = added(record(tmp_path / "b", repeated(), noise=1, world_size=world_size))
+    for pair in ((added(a) if also else a, b), (b, a)):
         found = compare(*pair)
         assert found.verdict is Verdict.ROUNDING, found.reason
         assert max(found.loss_differences) < 1e-12
-        assert "the 2 microbatches of b each have the loss of the whole batch; their mean is compared" in found.notes
+        assert (
+            "each of the 2 losses that b adds in a step is that of the whole batch; their mean is compared"
+            in found.notes
+        )
 
 
 def test_repeated_losses_of_both_runs_are_compared_as_recorded(tmp_path):
-    a, b = (record(tmp_path / str(i), repeated(), noise=i, other=TWO) for i in range(2))
+    a, b = (added(record(tmp_path / str(i), repeated(), noise=i)) for i in range(2))
     found = compare(a, b)
     assert found.verdict is Verdict.ROUNDING and not found.notes
 
 
 @pytest.mark.parametrize(
-    ("faults", "settings"),
+    ("faults", "number"),
     [
-        pytest.param(repeated(2.0), TWO, id="gradients"),
-        pytest.param(replace(repeated(2.0), by_hand=CLIP), TWO, id="clipped gradients"),
-        pytest.param(scaled(1.0, loss=3.0), TWO, id="another factor"),
-        pytest.param(scaled(1.0, loss=-2.0), TWO, id="another sign"),
-        pytest.param(repeated(), {}, id="one microbatch"),
+        pytest.param(repeated(2.0), 2, id="gradients"),
+        pytest.param(replace(repeated(2.0), by_hand=CLIP), 2, id="clipped gradients"),
+        pytest.param(scaled(1.0, loss=1.9), 2, id="another factor"),
+        pytest.param(scaled(1.0, loss=-2.0), 2, id="another sign"),
+        pytest.param(repeated(), 1, id="a loss that the loop stated"),
+        pytest.param(scaled(1.0, loss=1e-320), 2, id="tiny"),
     ],
 )
-def test_other_multiples_of_a_loss_are_a_bug(tmp_path, faults, settings):
+def test_other_multiples_of_a_loss_are_a_bug(tmp_path, faults, number):
     by_hand = faults.by_hand
     a = record(tmp_path / "a", Faults(by_hand=by_hand), clip=by_hand)
-    b = record(tmp_path / "b", faults, noise=1, clip=by_hand, other=settings)
-    for pair in ((a, b), (b, a)):
+    b = record(tmp_path / "b", faults, noise=1, clip=by_hand, other={"accumulate": 2})
+    for pair in ((a, added(b, number)), (b, a)):
         found = compare(*pair)
         assert found.verdict is Verdict.BUG and found.first_divergence, found.reason
-        assert found.first_divergence.event == "loss"
-
-
-def test_losses_of_microbatches_meet_those_of_the_whole_batch(tmp_path):
-    a, b = record(tmp_path / "a", other=TWO), record(tmp_path / "b", repeated(), noise=1, other=TWO)
-    for pair in ((a, b), (b, a)):
-        found = compare(*pair)
-        assert found.verdict is Verdict.ROUNDING, found.reason
-        assert any("microbatches of b each have the loss" in note for note in found.notes)
+        assert found.first_divergence.event == "loss" and not any("whole batch" in note for note in found.notes)

@@ -337,13 +337,22 @@ def test_samples_of_another_step_are_no_rounding(tmp_path, by, verdict):
     assert compare(a, b).verdict is verdict and compare(b, a).verdict is verdict
 
 
-def test_updates_before_a_recording_explain_its_initial_values(tmp_path):
-    def started(phase, step, rank, name, array):
-        return 1.01 * array if phase == "parameters" else array
+@pytest.mark.parametrize(
+    ("by", "phase", "verdict"),
+    [
+        pytest.param(1.01, PARAMETERS, Verdict.INCOMPARABLE, id="initial values"),
+        pytest.param(1.0, STATE, Verdict.INCOMPARABLE, id="state"),
+        pytest.param(1.0, REDUCE, Verdict.BUG, id="gradients from equal initial values"),
+    ],
+)
+def test_updates_before_a_recording_explain_what_they_change(tmp_path, by, phase, verdict):
+    def started(at, step, rank, name, array):
+        return (by if at == PARAMETERS else 1.01) * array if at in (PARAMETERS, phase) else array
 
     late = synthetic.record(tmp_path / "a", synthetic.manifest(settings={"earlier_updates": 2}), tamper=started)
-    whole = synthetic.record(tmp_path / "b")
-    found = compare(late, whole)
-    assert found.verdict is Verdict.INCOMPARABLE, found.reason
-    assert "a begins after 2 updates of its parameters and b begins after no updates of its parameters" in found.reason
+    found = compare(late, synthetic.record(tmp_path / "b"))
+    assert found.verdict is verdict, found.reason
+    assert "a begins after 2 stated updates of its parameters and b begins after no stated updates" in str(
+        found.settings
+    )
     assert compare(late, late).verdict is Verdict.EQUAL

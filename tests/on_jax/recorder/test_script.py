@@ -534,7 +534,7 @@ COPIED = UNPACKED.replace(
 )
 
 
-def test_copies_of_parameters_that_an_optimizer_is_given_are_known(run, tmp_path):
+def test_copies_of_parameters_given_to_optimizers_are_known(run, tmp_path):
     """As the state of layers that nnx.remat returns, or of layers that a loop takes from a stack and stacks again."""
     for name, text in (("given", UNPACKED), ("copied", COPIED)):
         assert run(text, name)[0] == 0

@@ -22,7 +22,7 @@ from crossframe.errors import UsageError
 from crossframe.inspection import inspect
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.scripts import IDLE_OPTIMIZERS, NOT_RECORDED
+from crossframe.scripts import NOT_RECORDED, idle_optimizers_file
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
@@ -435,13 +435,26 @@ idle = torch.optim.Adam([temperature])
 def test_an_optimizer_that_never_steps_is_left_out(run, tmp_path, capsys):
     assert run(IDLE, every=1) == NOT_RECORDED
     assert "of 3 optimizers, 1 never stepped (1 of Adam)" in capsys.readouterr().err
-    listed = tmp_path / "out" / IDLE_OPTIMIZERS
+    listed = idle_optimizers_file(tmp_path / "out", "0")
     assert json.loads(listed.read_text()) == [2]
     listed.unlink()
     assert run(IDLE, every=1, overwrite=True, idle_optimizers=[2]) == 0
     assert run(PAIRS + LOOP, every=1, directory=str(tmp_path / "without")) == 0
     found = compare(*(Recording.open(tmp_path / name) for name in ("out", "without")))
     assert (found.verdict, found.steps) == (Verdict.EQUAL, 3), found.reason
+
+
+def test_an_optimizer_that_steps_late_is_no_idle_one(run, capsys):
+    late = """
+model = net()
+optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[:2], model[2])]
+for i, x in enumerate(tokens):
+    loss_of(model, x).backward()
+    for optimizer in optimizers[: 1 + i // 2]:
+        optimizer.step()
+"""
+    assert run(late, every=1, idle_optimizers=[1]) == NOT_RECORDED
+    assert "an optimizer steps that had not at first, or that --idle-optimizer states: SGD" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -719,12 +732,55 @@ def test_modules_whose_calls_run_no_hooks_are_recorded_without_a_batch(run, tmp_
     for name, arguments in (("out", ()), ("again", ()), ("fault", ("--fault",))):
         assert run(WITHOUT_HOOKS, *arguments, directory=str(tmp_path / name), every=1) == 0
     out, again, fault = (Recording.open(tmp_path / name) for name in ("out", "again", "fault"))
-    assert out.num_steps == 3 and out.has("backward", 0, "kernel.length") and out.batch(0, 0).sample_ids == ()
+    assert out.num_steps == 3 and out.has("backward", 0, "length") and out.batch(0, 0).sample_ids == ()
     assert compare(out, again).verdict is Verdict.EQUAL
     found = compare(out, fault)
     assert (
         found.verdict is Verdict.BUG and found.first_divergence is not None and found.first_divergence.event == "loss"
     )
+
+
+STEPS = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+def loss_of(x):
+    return model(x).square().mean()
+def step(x):
+    loss_of(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+IN_OTHER_WAYS = {
+    "a compiled step": 'step = torch.compile(step, backend="aot_eager")',
+    "a compiled loss": '@torch.compile(backend="aot_eager")\ndef loss_of(x):\n    return model(x).square().mean()',
+    "returned gradients": """
+from torch.autograd import grad
+def step(x):
+    params = list(model.parameters())
+    grad(loss_of(x), params, retain_graph=True)  # to look at
+    for param, each in zip(params, grad(loss_of(x), params), strict=True):
+        param.grad = each
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # which torch.compile reads, and hides the warning
+@pytest.mark.parametrize("way", IN_OTHER_WAYS)
+def test_a_step_is_recorded_whatever_computes_its_gradients(run, tmp_path, way):
+    torch._dynamo.reset()
+    batches = "\nfor x in torch.randn(3, 6, 4).double():\n    step(x)\n"
+    for name, text in (("plain", ""), ("other", IN_OTHER_WAYS[way])):
+        assert run(STEPS + text + batches, every=1, dense=3, directory=str(tmp_path / name)) == 0
+    plain, other = (Recording.open(tmp_path / name) for name in ("plain", "other"))
+    assert {*plain.activations(0)} <= {*other.activations(0)} and other.has("backward", 0, "2.weight")
+    assert other.batch(0, 0).sample_ids[-6:] == plain.batch(0, 0).sample_ids
+    np.testing.assert_allclose(other.losses(), plain.losses(), rtol=1e-13)
+    for step in range(3):
+        for name in plain.manifest.params:
+            np.testing.assert_allclose(other.full("update", step, name), plain.full("update", step, name), atol=1e-13)
 
 
 # An optimizer for each parameter, made after its first gradient, and parts of parts that are called, as in pyro's examples.

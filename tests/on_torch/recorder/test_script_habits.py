@@ -308,6 +308,12 @@ def test_a_state_that_goes_from_step_to_step_is_no_batch(run_recurrent, given):
     assert compare(a, b).verdict is Verdict.ROUNDING, compare(a, b).reason
 
 
+def test_a_state_that_begins_anew_each_time_is_in_every_batch(run_recurrent):
+    """Whatever came before, so that samples do not depend on the number of microbatches."""
+    found = run_recurrent("a", torch.zeros_like)
+    assert [len(found.batch(step, 0).inputs) for step in range(3)] == [2, 2, 2]
+
+
 def test_a_state_that_is_not_reset_is_a_bug(run_recurrent):
     found = compare(run_recurrent("a", reset_first), run_recurrent("b", lambda state: state))
     where = found.first_divergence
