@@ -183,8 +183,8 @@ def idle_in(command: Sequence[str]) -> list[int]:
 
 
 def _idle_optimizers(directory: Path) -> list[int]:
-    """The numbers of the optimizers that a script has made and not used, which was not recorded therefore, as all ranks list them,
-    or that of this process; [] if there are no lists, or different ones. Deletes the lists."""
+    """The numbers of the optimizers that a script has made and not used, so that it was not recorded, as all ranks list them, or
+    that of this process; [] if there are no lists, or different ones. Deletes the lists."""
     pattern = idle_optimizers_file(directory, os.environ.get("RANK", "*"))
     paths = sorted(directory.glob(pattern.name))
     found = [json.loads(path.read_text()) for path in paths]

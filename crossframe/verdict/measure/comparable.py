@@ -109,9 +109,10 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
 
 
 def _earlier_updates(a: Recording, b: Recording) -> Setting | None:
-    """The numbers of updates before each recording, if they differ. They change initial values, or else optimizer state."""
+    """The updates before the recordings, of which nothing is recorded, if they have changed initial values, or in one of them
+    optimizer state."""
     numbers = [recording.manifest.settings.get(EARLIER_UPDATES) or 0 for recording in (a, b)]
-    if numbers[0] == numbers[1]:
+    if not any(numbers):
         return None
     clauses = [
         f"{name} begins after {number or 'no'} stated update{'s' * (number != 1)} of its parameters"
@@ -122,6 +123,8 @@ def _earlier_updates(a: Recording, b: Recording) -> Setting | None:
     are_equal = initial[0].keys() == initial[1].keys() and all(
         is_same(match_values(value, initial[1][name], by_sketch=False)) for name, value in initial[0].items()
     )
+    if are_equal and numbers[0] == numbers[1]:
+        return None
     return Setting(EARLIER_UPDATES, numbers[0], numbers[1], STATE if are_equal else PARAMETERS, text=text)
 
 

@@ -356,3 +356,5 @@ def test_updates_before_a_recording_explain_what_they_change(tmp_path, by, phase
         found.settings
     )
     assert compare(late, late).verdict is Verdict.EQUAL
+    other = synthetic.record(tmp_path / "c", late.manifest, tamper=lambda *at: 0.99 * started(*at))
+    assert compare(late, other).verdict is Verdict.INCOMPARABLE
