@@ -199,9 +199,10 @@ class ScriptRecorder:
         return _disable_dynamo(call, recursive=False)
 
     def _compiling(self, own: Any) -> Any:
-        """Functions that the script compiles are not seen to call modules, and hooks that these get later are not compiled: the
-        model is looked for before such a function is called."""
+        """Calls of modules inside of compiled functions are not seen, and hooks that modules get later are not compiled: the model
+        is looked for before such a function is called."""
 
+        @wraps(own)
         def compile(*args: Any, **kwargs: Any) -> Any:
             compiled = own(*args, **kwargs)
             function = args[0] if args else kwargs.get("model")
@@ -395,7 +396,7 @@ class ScriptRecorder:
             self._recorder.follow(optimizer)
         if all(optimizer is not each for each in self._used):
             self._used.append(optimizer)
-            if any(self._made[i]() is optimizer for i in self._idle_optimizers):
+            if any(ref() is optimizer and i in self._idle_optimizers for i, ref in enumerate(self._made)):
                 raise UsageError(
                     f"an optimizer steps that had not at first, or that --idle-optimizer states: {type(optimizer).__name__}; "
                     f"{_USE_RECORDER}"
