@@ -199,8 +199,8 @@ class ScriptRecorder:
         return _disable_dynamo(call, recursive=False)
 
     def _compiling(self, own: Any) -> Any:
-        """Calls of modules inside of compiled functions are not seen, and hooks that modules get later are not compiled: the model
-        is looked for before such a function is called."""
+        """Calls of modules inside of compiled functions are not seen, and hooks that modules get later are not compiled. So the
+        model is looked for before such a function is called."""
 
         @wraps(own)
         def compile(*args: Any, **kwargs: Any) -> Any:
