@@ -4,19 +4,19 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from crossframe.check import Check, check_configurations, check_ranks_of, check_recordings
 from crossframe.cli.exit_status import AGREE, FOUND, UNSETTLED
 from crossframe.cli.option_values import check_size
-from crossframe.cli.record import MAX_STEPS, framework_of, script_command
+from crossframe.cli.record import MAX_STEPS, framework_of, run_program, script_command
 from crossframe.cli.training_command import EXAMPLES, TrainingCommand
 from crossframe.environment import Effect
 from crossframe.environment.configuration import SUFFIXES
 from crossframe.errors import UsageError
 from crossframe.param_map import ParamMap
-from crossframe.processes import run
 from crossframe.quoting import quote
 from crossframe.recording import Recording
 from crossframe.shapes.stored import is_recording
@@ -94,8 +94,11 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
         "windows": (),
         "stop_after": STEPS if steps is None else steps,
     }
-    line = script_command(framework, command.script, command.arguments, options, command.nproc_per_node)
-    status, printed = run(line, captured=True, environment=command.variables)
+
+    def program(options: dict[str, Any]) -> list[str]:
+        return script_command(framework, command.script, command.arguments, options, command.nproc_per_node)
+
+    status, printed, _ = run_program(program, options, captured=True, environment=command.variables)
     if status:
         last = "\n".join(printed.splitlines()[-_LAST_LINES:])
         raise UsageError(f"check: `{text}` was not recorded (exit status {status}); its last lines:\n{last}")

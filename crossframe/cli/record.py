@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -121,11 +121,9 @@ def record_script(
         idle_optimizers = idle_optimizers or idle_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
         first = _missing(recording, _text(variables, command, idle_optimizers, arguments), perturbed_runs)
 
-    def record(options: dict[str, Any]) -> int:
-        options["settings"] = {COMMAND: _text(variables, command, idle_optimizers, arguments)}
-        options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
-        program = script_command(framework, script, arguments, options, nproc_per_node)
-        return run(program, prints_to_stderr=prints_to_stderr, environment=variables)[0]
+    def program(options: dict[str, Any]) -> list[str]:
+        stated = {COMMAND: _text(variables, command, options.get("idle_optimizers", ()), arguments)}
+        return script_command(framework, script, arguments, options | {"settings": stated}, nproc_per_node)
 
     for perturbed_run in range(first, perturbed_runs + 1):
         options: dict[str, Any] = {
@@ -140,15 +138,12 @@ def record_script(
         } | ({"forward_only": True} if forward else {})
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
-        _idle_optimizers(directory)  # of a command that was ended before it read them
-        status = record(options)
-        if status and (idle := _idle_optimizers(directory)) and not idle_optimizers:
+        options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
+        status, _, idle = run_program(program, options, prints_to_stderr=prints_to_stderr, environment=variables)
+        if idle != [*idle_optimizers]:
             idle_optimizers = idle
             numbers = shlex.join(_options_of(idle))
-            console.print(
-                f"recording again without optimizers that the script does not use: {numbers}", highlight=False
-            )
-            status = record(options | {"overwrite": True})
+            console.print(f"ran again without optimizers that the script does not use: {numbers}", highlight=False)
         if status:
             what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
@@ -157,6 +152,27 @@ def record_script(
             f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
             highlight=False,
         )
+
+
+def run_program(
+    program: Callable[[dict[str, Any]], list[str]], options: dict[str, Any], **how: Any
+) -> tuple[int, str, list[int]]:
+    """Run a script and record it, and again if no step ended since the script makes optimizers that it does not use.
+
+    Args:
+        program: the command line for options of a `Recorder`.
+        how: arguments of `crossframe.processes.run`.
+
+    Returns:
+        The exit status, what was printed if it is captured, and the numbers of the idle optimizers.
+    """
+    directory, idle = Path(options["directory"]), options.get("idle_optimizers", [])
+    _idle_optimizers(directory)  # of a command that was ended before it read them
+    status, text = run(program(options), **how)
+    if status and (found := _idle_optimizers(directory)) and not idle:
+        idle = found
+        status, text = run(program(options | {"idle_optimizers": idle, "overwrite": True}), **how)
+    return status, text, idle
 
 
 def _options_of(idle_optimizers: Sequence[int]) -> list[str]:

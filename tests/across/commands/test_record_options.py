@@ -86,7 +86,7 @@ def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatc
         ([2], True, 2),
     ]
     said = capsys.readouterr().out
-    assert "recording again without optimizers that the script does not use: --idle-optimizer 2" in said
+    assert "ran again without optimizers that the script does not use: --idle-optimizer 2" in said
     assert not any(output.iterdir())
     stated = runs[1]["settings"]["command"]
     assert stated.endswith("--idle-optimizer 2") and "--idle-optimizer" not in runs[0]["settings"]["command"]
