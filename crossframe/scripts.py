@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -52,10 +53,15 @@ def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) 
     """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    return run_recorded(recorder, partial(run_as_main, script))
+
+
+def run_recorded(recorder: ScriptRecorder, run: Callable[[], Any]) -> int:
+    """Call a function, and record it; returns the exit status of the process, or NOT_RECORDED."""
     try:
         with recorder.watching():
             try:
-                run_as_main(script)
+                run()
             except SystemExit as ended:
                 if ended.code not in (None, 0):
                     raise

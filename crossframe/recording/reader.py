@@ -291,6 +291,7 @@ class Recording:
             raise RecordingError(f"{self._where(phase, step, name, use)}: nothing was recorded")
         if all(type(part.sketch) is int for part in ranges):
             what, seed = (phase, name, use), self._seed(name)
+            replica = ranges[0].rank // self.manifest.mesh.shard
             return self._summed_sketches(step, replica).sketch(what, ranges[0].dtype, seed)
         return functools.reduce(operator.add, (self.sketch_of(step, name, part) for part in ranges))
 
@@ -351,7 +352,8 @@ class Recording:
         return self._file(rank, step).rows(num) if num else np.zeros((0, ROW))
 
     def _of_replica(self, phase: str, step: int, name: str, use: str, replica: int) -> list[ElementRange]:
-        """The ranges of one replica, which together are the parameter."""
+        """The ranges of one replica, which together are the parameter. Optimizer state that it does not keep, as with
+        ZeroRedundancyOptimizer, is that of the first replica that does."""
         self._check(step, 0)
         kind, at = self._step_ranges(step), ((phase, name, use), replica)
         if at not in kind.whole:
@@ -361,7 +363,10 @@ class Recording:
     def _checked_ranges(self, phase: str, step: int, name: str, use: str, replica: int) -> list[ElementRange]:
         numel = self.manifest.params[name].numel
         group = self._shard_group(replica)
-        ranges = [part for part in self.ranges(phase, step, name, use) if part.rank in group]
+        recorded = self.ranges(phase, step, name, use)
+        if phase == event_format.STATE and recorded and not any(part.rank in group for part in recorded):
+            group = self._shard_group(recorded[0].rank // self.manifest.mesh.shard)
+        ranges = [part for part in recorded if part.rank in group]
         where = self._where(phase, step, name, use)
         dtypes = sorted({part.dtype for part in ranges})
         if len(dtypes) > 1:

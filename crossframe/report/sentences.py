@@ -203,7 +203,10 @@ def _bug(pair: dict[str, Any], name: str) -> str:
 def _changed(pair: dict[str, Any], name: str) -> str:
     if (where := pair["first_divergence"]) is None:
         return _sentence(pair["reason"].removeprefix("a different computation took place: "))
-    return f"at step {where['step']} {what_parted(where, name)} differs, although all that it depends on is equal in every bit"
+    what = f"at step {where['step']} {what_parted(where, name)} differs"
+    if unrecorded := pair["unrecorded"]:
+        return f"{what}, although everything recorded before it is equal in every bit; {unrecorded}"
+    return f"{what}, although all that it depends on is equal in every bit"
 
 
 def _sentence(text: str) -> str:

@@ -59,6 +59,7 @@ from crossframe.verdict.one_sided_tensors import recorded_on_one_side
 from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unlike_activations import UnlikeActivations
+from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
 
@@ -297,6 +298,7 @@ def _compare_ranks(
         diagnosis=diagnosis,
         settings=stated,
         parted=findings.entry_for(first),
+        unrecorded=_unrecorded(pair, verdict, where),
         bits=bits and describe_bits(bits, findings),
         directions=directions,
         notes=(*filter(None, (naming.note, naming.unrecorded, without_use)), *_notes(pair, names, own=not naming.note)),
@@ -309,6 +311,11 @@ def _parts(pair: Pair) -> list[str]:
     others = [name for name in pair.names() if name not in pair.zero_gradient and name not in pair.noise]
     masks = ((name, pair.zero_gradient_elements(name)) for name in others)
     return [f"{name} ({mask.sum()} of {mask.size} elements)" for name, mask in masks if mask is not None]
+
+
+def _unrecorded(pair: Pair, verdict: Verdict, where: Divergence | None) -> str | None:
+    found = unseen(pair, where) if verdict is Verdict.DIFFERENT and where is not None else None
+    return found.describe() if found is not None else None
 
 
 _IMPLIED = {

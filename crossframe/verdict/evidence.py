@@ -16,6 +16,7 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.perturbed_runs.directions import GAIN, TANH, Directions, Found
 from crossframe.verdict.perturbed_runs.limits import Limits
+from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
 UNDECIDED = (Verdict.ROUNDING, Verdict.INCONCLUSIVE)
@@ -71,9 +72,10 @@ def evidence_from_bits(
     if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, first, bits):
         return None
     size = "more than any known bound on rounding" if first.beyond else "as little as rounding"
+    before = "everything recorded" if unseen(pair, where) else "everything"
     reason = (
         f"a different computation took place: at step {q.step} the {describe_quantity(first)} differs by "
-        f"{first.difference:.1e} between {names[0]} and {names[1]}, {size}, but both are of the same program, and everything "
+        f"{first.difference:.1e} between {names[0]} and {names[1]}, {size}, but both are of the same program, and {before} "
         "before it is bitwise equal"
     )
     if bits.compiled:

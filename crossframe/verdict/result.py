@@ -59,6 +59,8 @@ class PairVerdict:
         environments: the differences of the environments.
         parted: the entry of `judged` for `first_divergence`.
         directions: the tests of direction within the spread of perturbed runs; None if there were none.
+        unrecorded: of a different computation, which steps or causes before `first_divergence` were not recorded, and how to
+            record them, as a clause; None if all were.
         bits: the first bitwise difference, and why it is not evidence if so, as a clause; None if all bits are equal.
     """
 
@@ -82,6 +84,7 @@ class PairVerdict:
     settings: tuple[str, ...] = ()
     parted: Judged | None = field(default=None, repr=False)
     directions: Directions | None = field(default=None, repr=False)
+    unrecorded: str | None = None
     bits: str | None = None
     notes: tuple[str, ...] = ()
     environments: Environments = field(default_factory=Environments)
@@ -103,6 +106,7 @@ class PairVerdict:
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
             "settings": list(self.settings),
             "environment": self.environments.to_json(),
+            "unrecorded": self.unrecorded,
             "bits": self.bits,
             "power": self.directions.to_json() if self.directions else None,
             "notes": list(self.notes),

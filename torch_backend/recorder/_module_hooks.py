@@ -206,7 +206,8 @@ class Watch:
         self._model, self._called = model, _called(model, in_parts=in_parts)
         begins = self._model_begins if self._called == [model] else self._part_begins
         for part in self._called:
-            self._own.append(part.register_forward_pre_hook(Hook(begins), prepend=True, with_kwargs=True))
+            # TorchScript modules refuse hooks by their own methods.
+            self._own.append(nn.Module.register_forward_pre_hook(part, Hook(begins), prepend=True, with_kwargs=True))
         self.expects_forward = bool(self._called)
 
     @property
@@ -240,7 +241,7 @@ class Watch:
                 if module is not self._root:
                     self._handles += self._around(module, name)
         for part in self._called:  # after the hooks that report their output
-            self._handles.append(part.register_forward_hook(Hook(self._model_ends), always_call=True))
+            self._handles.append(nn.Module.register_forward_hook(part, Hook(self._model_ends), always_call=True))
 
     def events(self) -> list[Event]:
         """The collectives of the step so far."""
@@ -303,8 +304,8 @@ class Watch:
                     self._report_activation(name, OUTPUT, output)
 
         return [
-            module.register_forward_pre_hook(Hook(before), with_kwargs=True),
-            module.register_forward_hook(Hook(after)),
+            nn.Module.register_forward_pre_hook(module, Hook(before), with_kwargs=True),
+            nn.Module.register_forward_hook(module, Hook(after)),
         ]
 
     def _enter(self, module: nn.Module, name: str | None = None, given: Any = ()) -> None:

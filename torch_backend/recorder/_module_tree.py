@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -191,7 +192,9 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's original class, without the FSDP prefix of fully_shard."""
+    """The name of a module's original class, without the FSDP prefix of fully_shard, and not TorchScript's."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name
     for cls in type(module).__mro__:
         sharded = any(base.__name__ == _SHARDED for base in cls.__mro__)
         if not sharded:
@@ -251,5 +254,6 @@ def _by_policy(named: dict[str, nn.Module], policy: Any) -> set[str]:
 
 
 def lacks_forward(module: nn.Module) -> bool:
-    """Whether a module only holds others, which are called one by one. A compiled module has the forward of its instance."""
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    """Whether a module only holds others, which are called one by one. A compiled module has the forward of its instance, a
+    TorchScript module a descriptor that finds it."""
+    return getattr_static(type(module), "forward") is nn.Module.forward and "forward" not in vars(module)

@@ -174,12 +174,22 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parameters of an optimizer are of other ones that it has, whose steps its step calls, such as a container of
     several, or sharpness-aware minimization around another optimizer."""
+    inner = [set(map(id, params_of(each))) for each in inner_optimizers(optimizer)]
+    return bool(inner) and set(map(id, params_of(optimizer))) <= set().union(*inner)
+
+
+def has_for_a_share(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has another one for some of its parameters, as ZeroRedundancyOptimizer has for those of a rank."""
+    return not is_wrapper(optimizer) and any(each is other for each in inner_optimizers(optimizer))
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Other optimizers among the attributes of one."""
     held: list[Any] = []
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups"):
             held += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    inner = [set(map(id, params_of(each))) for each in held if isinstance(each, torch.optim.Optimizer)]
-    return bool(inner) and set(map(id, params_of(optimizer))) <= set().union(*inner)
+    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
 class PendingSteps:

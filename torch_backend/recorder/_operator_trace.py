@@ -78,8 +78,11 @@ class OperatorTrace(TorchDispatchMode):
         if self.request.compiled:
             self._stack.enter_context(self._graphs)
         for module in self._watched:
-            self._stack.callback(module.register_forward_pre_hook(Hook(self._enters)).remove)
-            self._stack.callback(module.register_forward_hook(Hook(self._leaves), always_call=True).remove)
+            # TorchScript modules refuse hooks by their own methods.
+            before = nn.Module.register_forward_pre_hook(module, Hook(self._enters))
+            after = nn.Module.register_forward_hook(module, Hook(self._leaves), always_call=True)
+            self._stack.callback(before.remove)
+            self._stack.callback(after.remove)
         for handle in (
             register_optimizer_step_pre_hook(lambda *_: self._set_in_optimizer(True)),
             register_optimizer_step_post_hook(lambda *_: self._set_in_optimizer(False)),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -79,4 +80,4 @@ def sequences(begins: Callable[[Sequences], None]) -> Iterator[None]:
 
 
 def _has_ranks() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or parent_process() is not None

@@ -14,22 +14,21 @@ Inside of `context_parallel`, ranks have parts of the same sequences.
 With `forward_only` the model is the first module with parameters that is called outside of other modules; each call is a step.
 """
 
-import atexit
 import json
 import os
 import sys
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_stack
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -39,8 +38,9 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
 from crossframe.recording.known_settings import EARLIER_UPDATES
+from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
-from crossframe.scripts import flush_files, idle_optimizers_file, run_script
+from crossframe.scripts import idle_optimizers_file, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
@@ -50,6 +50,7 @@ from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
+from torch_backend.recorder._script_processes import end_process, recorded_processes
 
 # torch.distributed has a function of this name.
 _rendezvous = import_module("torch.distributed.rendezvous")
@@ -73,6 +74,7 @@ class ScriptRecorder:
         directory, options: of `Recorder`.
         stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
         idle_optimizers: numbers of optimizers, in the order in which they are made, that the script does not use.
+        is_started: whether the script has started this process, which may train nothing.
     """
 
     def __init__(
@@ -81,8 +83,18 @@ class ScriptRecorder:
         *,
         stop_after: int | None = None,
         idle_optimizers: Sequence[int] = (),
+        is_started: bool = False,
         **options: Any,
     ) -> None:
+        self._in_process = partial(
+            ScriptRecorder,
+            directory,
+            stop_after=stop_after,
+            idle_optimizers=idle_optimizers,
+            is_started=True,
+            **options,
+        )
+        self._may_train_nothing, self._has_started = is_started, False
         self._directory, self._options, self._stop_after = directory, options, stop_after
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
@@ -122,6 +134,7 @@ class ScriptRecorder:
                 stack.enter_context(replacing(Optimizer, "__init__", self._noting(Optimizer.__init__)))
                 stack.callback(register_optimizer_step_pre_hook(self._begins_step).remove)
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
+            stack.enter_context(recorded_processes(self._starting))
             stack.enter_context(self._until_found)
             if not self._forward_only:
                 stack.enter_context(pipelines(self._schedule, self._losses.extend))
@@ -147,8 +160,13 @@ class ScriptRecorder:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
             self._recorder.__exit__(type(error) if error else None, error, None)
-        elif error is None:
+        elif error is None and not (self._may_train_nothing or self._has_trained_elsewhere):
             raise UsageError(self._why_nothing())
+
+    @property
+    def _has_trained_elsewhere(self) -> bool:
+        """Whether processes that the script has started are recorded."""
+        return self._has_started and (Path(self._directory) / MANIFEST_NAME).exists()
 
     def _why_nothing(self) -> str:
         if self._forward_only:
@@ -164,9 +182,17 @@ class ScriptRecorder:
                 "JAX, use --framework jax"
             )
         return (
-            "nothing was trained in this process: no optimizer of torch stepped. Processes that a script starts by itself are "
-            f"not followed: let --nproc-per-node start them. If the script updates parameters by itself, {_USE_RECORDER}"
+            "nothing was trained in this process: no optimizer of torch stepped. Of processes that a "
+            "script starts by itself, those of torch.multiprocessing.spawn are followed: let it or --nproc-per-node start them. "
+            f"If the script updates parameters by itself, {_USE_RECORDER}"
         )
+
+    def _starting(self) -> Callable[[], "ScriptRecorder"] | None:
+        """What makes the recorder of a process that the script is about to start; None if this one trains."""
+        if self._recorder is not None:
+            return None
+        self._has_started = True
+        return self._in_process
 
     def _with_own_keys(self, own: Any) -> Any:
         """Where torchrun started the command, its store still has the keys of the runs before this one."""
@@ -309,7 +335,8 @@ class ScriptRecorder:
         """Why no step has ended although optimizers have stepped. Lists those that never have (`idle_optimizers_file`)."""
         unused = [held for held in self._optimizers if all(held is not each for each in self._used)]
         numbers = [i for i, ref in enumerate(self._made) if any(ref() is held for held in unused)]
-        path = idle_optimizers_file(Path(self._directory), os.environ.get("RANK", "0"))
+        rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")
+        path = idle_optimizers_file(Path(self._directory), rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(numbers))
         kinds = Counter(type(held).__name__ for held in unused)
@@ -435,24 +462,11 @@ def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -
 
 
 def main() -> int:
-    """`crossframe.scripts.main`; ends the process itself if the script succeeded.
-
-    [Note: threads of gloo] They release tensors, for which they need the interpreter. A thread that asks for it while the
-    interpreter is finalized aborts the process, and torchrun then ends ranks whose recordings may not be complete. The threads
-    may outlive their process group, for which DDP and FSDP keep them.
-    """
+    """`crossframe.scripts.main`; ends the process itself if the script succeeded ([Note: threads of gloo])."""
     status = crossframe.scripts.main(run)
     if status == 0:
-        _end_process()
+        end_process()
     return status
-
-
-def _end_process() -> NoReturn:
-    """End with exit status 0 as Python does, but without finalizing the interpreter."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    flush_files()
-    os._exit(0)
 
 
 def launch() -> int:

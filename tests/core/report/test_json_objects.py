@@ -109,6 +109,7 @@ OBJECTS = {
                 "differences": [TORCH],
                 "odd_ranks": [{"run": "x"} | ODD_JSON],
             },
+            "unrecorded": None,
             "bits": "bits differ",
             "power": {"update": {"size": {"least": 0.25, "half": 0.5}}},
             "notes": ["a note"],

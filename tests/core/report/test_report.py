@@ -720,6 +720,7 @@ def test_report_json_has_these_fields_and_no_others(tmp_path):
             "reason",
             "diagnosis",
             "settings",
+            "unrecorded",
             "bits",
             "power",
             "notes",

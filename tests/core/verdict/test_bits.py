@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from crossframe.errors import RecordingError
-from crossframe.recording import Recording
+from crossframe.recording import Recording, Schedule
 from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
+from crossframe.report.sentences import headline
 from crossframe.verdict import Verdict, compare
 from crossframe.verdict.evidence import is_few_roundings
 from crossframe.verdict.measure.pair import Pair
@@ -64,6 +65,22 @@ def test_what_exceeds_its_bound_after_equal_steps_is_a_bug(pair, factor, verdict
     found = compare(*pair(scaled("reduce", "embed", factor, step=1)))
     assert found.verdict is verdict, found.reason
     assert found.first_divergence and (found.first_divergence.step, found.first_divergence.phase) == (1, "reduce")
+
+
+def test_a_difference_after_steps_without_tensors_says_where_it_may_have_begun(tmp_path):
+    """Only the losses of step 1 are recorded, so that it is not known what the loss of step 2 was computed from."""
+    one, other = (replace(made(source=source), schedule=Schedule(1, 2), steps=3) for source in ("1", "2"))
+    a = synthetic.record(tmp_path / "a", one)
+    b = synthetic.record(tmp_path / "b", other, tamper=scaled("forward", "", 1.00001, step=2))
+    found = compare(a, b)
+    assert found.verdict is Verdict.DIFFERENT and "everything recorded before it is bitwise equal" in found.reason
+    asked = "record both again with windows=[(1, 3)] (--window 1:3)"
+    assert (
+        found.unrecorded
+        == f"it began at one of the steps 1 to 2: only losses were recorded before step 2; to locate it, {asked}"
+    )
+    text = headline({"verdict": found.verdict.value, "pairs": [found.to_json()]}, "")
+    assert f"although everything recorded before it is equal in every bit; {found.unrecorded}" in text
 
 
 @pytest.mark.parametrize("phase", ["output", "forward", "backward", "reduce", "norm", "update"])

@@ -545,7 +545,7 @@ def test_a_verdict_as_json(tmp_path):
     assert set(found) == {
         "a", "b", "dtype", "world_size", "steps", "verdict", "max_relative_loss_difference",
         "max_relative_parameter_difference", "zero_gradient_parameters", "first_divergence", "diagnosis", "settings",
-        "notes", "reason", "bits", "power", "environment",
+        "notes", "reason", "bits", "unrecorded", "power", "environment",
     }  # fmt: skip
     assert found["first_divergence"] == {
         "step": 0, "phase": "reduce", "rank": 1, "unit": "", "parameter": "bias", "start": 1, "stop": 2,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from crossframe.errors import AgreementError, RecordingError, UsageError
 from crossframe.recording import Recording
@@ -367,6 +368,32 @@ def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_p
     shares = [(targets[:2].numel() - 2) / (targets.numel() - 2), targets[2:].numel() / (targets.numel() - 2)]
     text = f"halves averages the means of microbatches, which have shares of {shares[0]:.4g}, {shares[1]:.4g} of them"
     assert f"whole averages over all terms, {text}" in found.diagnosis.evidence
+
+
+def _with_divided_state(rank, world_size, directory, divides, detail):
+    torch.manual_seed(0)
+    wrapped = nn.parallel.DistributedDataParallel(Net())
+    make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW) if divides else torch.optim.AdamW
+    optimizer = make(wrapped.parameters(), lr=1e-2)
+    with Recorder(directory, model=wrapped, optimizer=optimizer, dense=1, every=1, detail=detail) as recorder:
+        for step in range(2):
+            (tokens,) = batches(step, rank, world_size)
+            nn.functional.cross_entropy(wrapped(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+
+
+@pytest.mark.parametrize("detail", ["full", "sketch"])
+def test_optimizer_state_that_each_rank_has_a_share_of_is_compared(ranks, tmp_path, detail):
+    for name, divides in (("whole", False), ("divided", True)):
+        ranks.run(2, _with_divided_state, str(tmp_path / name), divides, detail)
+    whole, divided = (Recording.open(tmp_path / name) for name in ("whole", "divided"))
+    of_ranks = [divided.ranges("state", 1, name, "exp_avg") for name in divided.manifest.params]
+    assert {tuple(each.rank for each in ranges) for ranges in of_ranks} == {(0,), (1,)}
+    found = compare(whole, divided)
+    assert found.verdict is Verdict.EQUAL and "both follow the rule of AdamW" in found.notes[0], found.reason
+    assert sum(each.phase == "state" for each in found.judged) >= 2 * len(of_ranks)
 
 
 def test_other_microbatches_and_further_inputs_are_comparable(tmp_path):
