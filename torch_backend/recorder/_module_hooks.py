@@ -194,7 +194,7 @@ class Watch:
         self._states: deque[Tensor] = deque(maxlen=_NUM_STATES)
         self._came: set[int] = set()
         self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
-        # The part that the script has called and that has not ended.
+        # The part or wrapper that the script has called and that has not ended.
         self._outermost: nn.Module | None = None
         # Whether all inputs of a forward were computed from the model.
         self._has_no_batch = False
@@ -203,8 +203,12 @@ class Watch:
         # These hooks stay. The model's own run before those of whatever shards it, and those of the root after them.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
-        self._model, self._called = model, _called(model, in_parts=in_parts)
-        begins = self._model_begins if self._called == [model] else self._part_begins
+        self._called = _called(model, in_parts=in_parts)
+        begins = self._part_begins
+        if self._called == [model]:
+            # The script may call what a wrapper contains, or wrap it again.
+            layers = [place.module for place in named_modules(model) if not place.name and not place.compiled]
+            self._called, begins = list(dict.fromkeys((model, *layers))), self._layer_begins
         for part in self._called:
             # TorchScript modules refuse hooks by their own methods.
             self._own.append(nn.Module.register_forward_pre_hook(part, Hook(begins), prepend=True, with_kwargs=True))
@@ -404,6 +408,12 @@ class Watch:
             self._has_no_batch = self._has_no_batch or bool(inputs and not batch)
             self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
+    def _layer_begins(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """The script calls the model, or what a wrapper of it contains, or the wrapper does."""
+        if self._outermost is None:
+            self._outermost = None if in_backward() else layer
+            self._model_begins(layer, args, kwargs)
+
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         """The script calls a part of the model. All calls until backward are one forward of the model."""
         if self._outermost is not None:
@@ -447,7 +457,7 @@ class Watch:
             self._withheld.append((function, tuple(_cloned(each) for each in args)))
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._called != [self._model] and model is not self._outermost:  # inside of another part
+        if model is not self._outermost:  # inside of another part or wrapper
             return
         self._outermost = None
         if not in_backward():

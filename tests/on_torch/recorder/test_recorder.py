@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -368,6 +369,33 @@ def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_p
     shares = [(targets[:2].numel() - 2) / (targets.numel() - 2), targets[2:].numel() / (targets.numel() - 2)]
     text = f"halves averages the means of microbatches, which have shares of {shares[0]:.4g}, {shares[1]:.4g} of them"
     assert f"whole averages over all terms, {text}" in found.diagnosis.evidence
+
+
+def _wrapped_in_turn(rank, world_size, directory, rewraps):
+    """The second step wraps the model again; the third calls it without its wrapper, and averages gradients itself."""
+    torch.manual_seed(0)
+    model = Net()
+    first = wrapped = nn.parallel.DistributedDataParallel(model)
+    with Recorder(directory, model=first, dense=3, every=1) as recorder:
+        for step in range(3):
+            (tokens,) = batches(step, rank, world_size)
+            if rewraps and step:
+                wrapped = nn.parallel.DistributedDataParallel(model) if step == 1 else model
+            nn.functional.cross_entropy(wrapped(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            for param in model.parameters() if wrapped is model else ():
+                dist.all_reduce(param.grad)
+                param.grad /= world_size
+            recorder.step()
+            model.zero_grad()
+
+
+def test_a_model_may_be_wrapped_again_or_called_without_its_wrapper(ranks, tmp_path):
+    for name in ("once", "again"):
+        ranks.run(2, _wrapped_in_turn, str(tmp_path / name), name == "again")
+    once, again = (Recording.open(tmp_path / name) for name in ("once", "again"))
+    assert all(len(once.activations(step)) == len(again.activations(step)) > 2 for step in range(3))
+    found = compare(once, again)
+    assert found.verdict in FINE, found.reason
 
 
 def _with_divided_state(rank, world_size, directory, divides, detail):
