@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from crossframe.recording.event_format import perturbed_run_folder
 from experiments.bench.contestants import BARE, DDP, Dtypes, build
 from experiments.bench.fsdp_variants.cells import Run
 from experiments.data import Batch
@@ -130,8 +129,3 @@ def _backward(settings: RunSettings, model: Any, batch: Batch) -> float:
             loss.backward()
         total += loss.item()
     return total
-
-
-def perturbed_paths(run: Run, path: Path) -> list[Path]:
-    """Where the perturbed runs of a run lie."""
-    return [path / perturbed_run_folder(i) for i in range(1, run.perturbed_runs + 1)]
