@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from crossframe.errors import CrossframeError
+from crossframe.errors import CrossframeError, UsageError
 from crossframe.operators.source import call_file
 
 NOT_RECORDED = 3
@@ -49,11 +51,35 @@ class ScriptRecorder(Protocol):
         ...
 
 
-def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str]) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    return run_recorded(recorder, partial(run_as_main, script))
+def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str], *, is_module: bool = False) -> int:
+    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+
+    Args:
+        is_module: `script` is the name of a module, which runs as by `python -m`, with the current folder as the first one of
+            `sys.path`.
+    """
+    file = str(module_file(script)) if is_module else script
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
+    return run_recorded(recorder, partial(run_as_main, file, script if is_module else None))
+
+
+def module_file(name: str) -> Path:
+    """The file that `python -m NAME` runs in the current folder. Imports nothing.
+
+    Raises:
+        UsageError: there is no such module, or it is a package without `__main__`.
+    """
+    folders: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    for part in accumulate(name.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(part, folders) if folders is not None else None
+        folders = None if spec is None else spec.submodule_search_locations
+    if spec is not None and folders is not None:
+        spec = PathFinder.find_spec(f"{name}.__main__", folders)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        raise UsageError(f"expected a module that `python -m {name}` would run in {os.getcwd()}, but there is none")
+    return Path(str(spec.origin))
 
 
 def run_recorded(recorder: ScriptRecorder, run: Callable[[], Any]) -> int:
@@ -80,8 +106,10 @@ def run_recorded(recorder: ScriptRecorder, run: Callable[[], Any]) -> int:
     return 0
 
 
-def run_as_main(script: str) -> dict[str, Any]:
+def run_as_main(script: str, module_name: str | None = None) -> dict[str, Any]:
     """Run a script as the module `__main__`, which it remains until the process ends; returns its variables.
+
+    With the name of a module, the file is its own, whose relative imports are from its package.
 
     Processes that the script starts by multiprocessing's spawn import `__main__` again, also those of its exit handlers. As
     under `python SCRIPT`, its path is absolute in `__file__` and in tracebacks, and as given in sys.argv. (`runpy.run_path`
@@ -94,6 +122,12 @@ def run_as_main(script: str) -> dict[str, Any]:
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     module.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __annotations__={})
+    if module_name is not None:
+        name = f"{module_name}.__main__" if Path(path).name == "__main__.py" else module_name
+        package = name.rpartition(".")[0]
+        module.__dict__.update(__spec__=ModuleSpec(name, loader, origin=path), __package__=package)
+        if package:
+            import_module(package)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
     return module.__dict__

@@ -15,7 +15,7 @@ from crossframe.cli.compare import answer
 from crossframe.cli.exit_status import AGREE, SKIP, git_bisect_status
 from crossframe.cli.machine_output import MachineOutput
 from crossframe.cli.option_values import check_perturbed_runs, check_size
-from crossframe.cli.record import record_script
+from crossframe.cli.record import name_of, record_script
 from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.quoting import quote_path
@@ -68,6 +68,7 @@ class Options:
         record_script(
             command.script,
             command.arguments,
+            is_module=command.is_module,
             output=folder,
             framework=self.framework,
             variables=command.variables,
@@ -95,7 +96,8 @@ def golden_path(given: Path | None, words: Sequence[str]) -> Path:
         return given
     if not words:
         raise UsageError("baseline: expected --golden FILE, or a training command after --, such as -- python train.py")
-    return FOLDER / f"{_parsed(words).script.stem}{SUFFIX}"
+    command = _parsed(words)
+    return FOLDER / f"{name_of(command.script, is_module=command.is_module)}{SUFFIX}"
 
 
 def record_golden(

@@ -244,8 +244,7 @@ class _StepSearch:
         name = f"{'dense' if dense else 'every'}-{every}-from-{start}-to-{stop}"
         words = [shlex.split(self._resumed(side, start)) if start else [] for side in SIDES]
         commands = [
-            TrainingCommand(each.script, (*each.arguments, *more), each.variables, each.nproc_per_node)
-            for each, more in zip(self.pair, words, strict=True)
+            replace(each, arguments=(*each.arguments, *more)) for each, more in zip(self.pair, words, strict=True)
         ]
         # Perturbed runs measure rounding of recorded steps alone, so each recording of A needs its own.
         a = self.runs.record(f"{name}/a", commands[0], **options, perturbed_runs=self.options.perturbed_runs)

@@ -14,7 +14,7 @@ from crossframe.environment.differences import Absent, made, ranked
 from crossframe.environment.effects import ACCELERATOR
 from crossframe.environment.facts import COMMAND, CONFIGURATION, RUN, VARIABLES
 
-_PROCESSES = "world_size"
+_PROCESSES, _MODULE = "world_size", "module"
 _ABSENT = object()
 
 
@@ -111,6 +111,8 @@ def _settings(command: TrainingCommand) -> dict[Setting, Any]:
         else:
             found[Setting(VARIABLES, name)] = text
     found[Setting(COMMAND, SCRIPT)] = command.script
+    if command.is_module:
+        found[Setting(RUN, _MODULE)] = True
     if command.nproc_per_node is not None:
         found[Setting(RUN, _PROCESSES)] = command.nproc_per_node
     for name, words in words_by_option(command.arguments).items():
@@ -120,7 +122,11 @@ def _settings(command: TrainingCommand) -> dict[Setting, Any]:
 
 def _command(settings: Mapping[Setting, Any]) -> TrainingCommand:
     variables: dict[str, str] = {}
-    made = TrainingCommand(settings[Setting(COMMAND, SCRIPT)], nproc_per_node=settings.get(Setting(RUN, _PROCESSES)))
+    made = TrainingCommand(
+        settings[Setting(COMMAND, SCRIPT)],
+        nproc_per_node=settings.get(Setting(RUN, _PROCESSES)),
+        is_module=settings.get(Setting(RUN, _MODULE), False),
+    )
     arguments: list[str] = []
     for setting, value in settings.items():
         if setting.section == VARIABLES:

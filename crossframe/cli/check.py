@@ -84,16 +84,16 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
     except ValueError as error:
         raise UsageError(f"check: cannot split {quote(text)} into words: {error}") from None
     command = TrainingCommand.parse(words, command="check")
-    if command.script.suffix != ".py":
+    if command.script.suffix != ".py" and not command.is_module:
         raise UsageError(f"check: expected {_EXPECTED}; got {quote(text)}")
-    framework = framework_of(command.script, None, command.nproc_per_node, command="check")
+    framework = framework_of(command.script, None, command.nproc_per_node, is_module=command.is_module, command="check")
     options = {
         "directory": str(directory.resolve()),
         "every": MAX_STEPS,
         "dense": 0,
         "windows": (),
         "stop_after": STEPS if steps is None else steps,
-    }
+    } | ({"is_module": True} if command.is_module else {})
 
     def program(options: dict[str, Any]) -> list[str]:
         return script_command(framework, command.script, command.arguments, options, command.nproc_per_node)

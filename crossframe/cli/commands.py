@@ -96,6 +96,9 @@ def options(
 def record(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script. Its own arguments follow --.", show_default=False)],
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="The script is the name of a module, as of python -m.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Directory of the recording. Default: runs/ and the script's name")
     ] = None,
@@ -154,6 +157,7 @@ def record(
         record_script(
             script,
             context.args,
+            is_module=module,
             output=output,
             framework=framework,
             nproc_per_node=nproc_per_node,

@@ -30,7 +30,7 @@ from crossframe.param_map import ParamMap
 from crossframe.processes import run
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD
-from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, RECORD, TRAIN
+from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, MODULE_OPTION, RECORD, TRAIN
 from crossframe.recording.program import COMPILED as IS_COMPILED
 from crossframe.recording.program import PROCESSES, PROGRAM, SOURCE
 from crossframe.verdict import compare
@@ -239,16 +239,20 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
     ['train.py', '--lr', '1']
     """
     if shlex.join(stated[:2]) == RECORD and len(stated) > 2:
-        options, arguments = list(stated[3:]), []
+        is_module = stated[2] == MODULE_OPTION
+        script, *options = stated[2 + is_module :]
+        arguments: list[str] = []
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
         recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
+        if is_module:
+            recorder["is_module"] = True
         if FORWARD_OPTION in options:
             recorder["forward_only"] = True
         if idle := idle_in(options):
             recorder["idle_optimizers"] = idle
-        return script_command(framework, stated[2], arguments, recorder, int(options[at]) if at else None)
+        return script_command(framework, script, arguments, recorder, int(options[at]) if at else None)
     if shlex.join(stated).startswith(TRAIN):
         return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]
     if stated and stated[0] == "python" and len(stated) > 1:

@@ -78,6 +78,7 @@ class KeptRuns:
             record_script(
                 command.script,
                 command.arguments,
+                is_module=command.is_module,
                 output=self.folder / name,
                 variables=command.variables,
                 framework=self.framework,

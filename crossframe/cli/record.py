@@ -19,10 +19,10 @@ from crossframe.cli.training_command import MAX_PROCESSES, assignments
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, RECORD
+from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, MODULE_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
-from crossframe.scripts import idle_optimizers_file
+from crossframe.scripts import idle_optimizers_file, module_file
 
 MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 """The module of each framework that records a script in its process."""
@@ -35,6 +35,7 @@ def record_script(
     script: Path,
     arguments: Sequence[str],
     *,
+    is_module: bool = False,
     output: Path | None,
     variables: Mapping[str, str] = MappingProxyType({}),
     framework: str | None = None,
@@ -57,6 +58,7 @@ def record_script(
     """Run the script once, and once for each perturbed run.
 
     Args:
+        is_module: the script is the name of a module, as of `python -m`.
         output: where the recording goes. None: runs/ and the script's name.
         variables: environment variables that are set for the script.
         framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
@@ -79,7 +81,7 @@ def record_script(
         FailedRunError: there is no such script, or it failed.
         UsageError: options that do not fit.
     """
-    stated, framework = framework, framework_of(script, framework, nproc_per_node)
+    stated, framework = framework, framework_of(script, framework, nproc_per_node, is_module=is_module)
     if dense is None:
         dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (
@@ -98,13 +100,13 @@ def record_script(
         )
     if baseline is not None and not watch:
         raise UsageError("record: --baseline is what --watch compares the run with; pass --watch too")
-    directory = output or Path("runs", script.stem)
+    directory = output or Path("runs", name_of(script, is_module=is_module))
     there = (directory / MANIFEST_NAME).exists()
     if there and not overwrite and not top_up:
         raise UsageError(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
-    command = [*RECORD.split(), str(script)]
+    command = [*RECORD.split(), *([MODULE_OPTION] if is_module else []), str(script)]
     if stated is not None:
         command += ["--framework", stated]
     if forward:
@@ -136,6 +138,7 @@ def record_script(
             "stop_after": stop_after,
             "overwrite": overwrite or perturbed_run > 0,
         } | ({"forward_only": True} if forward else {})
+        options |= {"is_module": True} if is_module else {}
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
@@ -209,10 +212,27 @@ def _idle_optimizers(directory: Path) -> list[int]:
     return found[0] if found and all(each == found[0] for each in found) else []
 
 
-def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *, command: str = "record") -> str:
+def name_of(script: Path, *, is_module: bool) -> str:
+    """The name of a script or module, without folders and packages.
+
+    >>> name_of(Path("x/train.py"), is_module=False), name_of(Path("x.train"), is_module=True)
+    ('train', 'train')
+    """
+    return script.name.rpartition(".")[2] if is_module else script.stem
+
+
+def framework_of(
+    script: Path,
+    stated: str | None,
+    nproc_per_node: int | None,
+    *,
+    is_module: bool = False,
+    command: str = "record",
+) -> str:
     """The framework of a script: the stated one, or JAX if it imports JAX and not torch.
 
     Args:
+        is_module: the script is the name of a module.
         command: the command of crossframe, for errors.
 
     Raises:
@@ -220,11 +240,16 @@ def framework_of(script: Path, stated: str | None, nproc_per_node: int | None, *
         FailedRunError: no such script.
         UsageError: no such framework, or processes for a script of JAX.
     """
-    if not script.is_file():
+    if is_module:
+        try:
+            script = module_file(str(script))
+        except UsageError as error:
+            raise FailedRunError(f"{command}: {error}") from None
+    elif not script.is_file():
         raise FailedRunError(f"{command}: expected the path of a training script, but {script} is not a file")
     if stated not in (None, *MODULES):
         raise UsageError(f"{command}: --framework: expected torch or jax, got {stated!r}")
-    framework = stated or ("jax" if is_of_jax(script) else "torch")
+    framework = stated or ("jax" if is_of_jax(script, Path() if is_module else None) else "torch")
     if find_spec(framework) is None:
         raise ModuleNotFoundError(name=framework)
     if framework == "jax" and nproc_per_node is not None:

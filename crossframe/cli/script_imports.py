@@ -10,9 +10,13 @@ OPTAX, LOADS_DATA, TORCH_OPTIM = "optax", frozenset({"torch", "transformers"}), 
 MOST_FILES = 100
 
 
-def is_of_jax(script: Path) -> bool:
+def is_of_jax(script: Path, folder: Path | None = None) -> bool:
     """Whether a script and the local modules that it imports import JAX and not torch; or optax and no optimizer of torch, which
-    may then load data or models."""
+    may then load data or models.
+
+    Args:
+        folder: where its local modules are. None: its own.
+    """
     seen: set[Path] = set()
     found: set[str] = set()
     waiting = [script]
@@ -23,8 +27,9 @@ def is_of_jax(script: Path) -> bool:
         seen.add(path)
         for module in _imported(path):
             found |= {module.partition(".")[0]} | ({TORCH_OPTIM} if module.startswith(TORCH_OPTIM) else set())
-            beside = script.parent.joinpath(*module.split("."))
-            waiting += [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
+            for where in {folder or script.parent, script.parent}:
+                beside = where.joinpath(*module.split("."))
+                waiting += [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
     trains = found & (TORCH - LOADS_DATA | {TORCH_OPTIM}) if OPTAX in found else found & TORCH
     return bool(found & JAX) and not trains
 

@@ -1,4 +1,4 @@
-"""A command that trains: `[NAME=VALUE ...] [python | torchrun --nproc-per-node N] SCRIPT ARGUMENTS`."""
+"""A command that trains: `[NAME=VALUE ...] [python | torchrun --nproc-per-node N] [-m] SCRIPT ARGUMENTS`."""
 
 import re
 import shlex
@@ -26,12 +26,14 @@ class TrainingCommand:
         arguments: of the script.
         variables: environment variables that are set before it.
         nproc_per_node: processes that torchrun starts; None: one, without torchrun.
+        is_module: the script is the name of a module.
     """
 
     script: Path
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     nproc_per_node: int | None = None
+    is_module: bool = False
 
     @classmethod
     def parse(cls, words: Sequence[str], *, command: str) -> "TrainingCommand":
@@ -46,6 +48,8 @@ class TrainingCommand:
         >>> words = "OMP_NUM_THREADS=1 torchrun --nproc-per-node=2 train.py --lr 1".split()
         >>> TrainingCommand.parse(words, command="check").nproc_per_node
         2
+        >>> TrainingCommand.parse(["python", "-m", "a.train", "--lr", "1"], command="check").script
+        PosixPath('a.train')
         """
         rest = list(words)
         variables, rest = split_variables(rest)
@@ -55,11 +59,13 @@ class TrainingCommand:
             rest.pop(0)
         elif launcher == "torchrun":
             nproc_per_node, rest = _of_torchrun(rest[1:], command)
+        if is_module := rest[:1] in (["-m"], ["--module"]):
+            rest.pop(0)
         if not rest or rest[0].startswith("-"):
             raise UsageError(
                 f"{command}: expected a training command such as {EXAMPLES}, got {quote(shlex.join(words))}"
             )
-        return cls(Path(rest[0]), tuple(rest[1:]), variables, nproc_per_node)
+        return cls(Path(rest[0]), tuple(rest[1:]), variables, nproc_per_node, is_module)
 
     def words(self) -> tuple[str, ...]:
         """The command line, which `parse` reads."""
@@ -69,6 +75,7 @@ class TrainingCommand:
         return (
             *(f"{name}={value}" for name, value in self.variables.items()),
             *launcher,
+            *(["-m"] if self.is_module else []),
             str(self.script),
             *self.arguments,
         )
@@ -102,7 +109,7 @@ def split_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _of_torchrun(words: list[str], command: str) -> tuple[int, list[str]]:
     """The number of processes, and the words from the script on."""
     number = "1"
-    while words and words[0].startswith("-"):
+    while words and words[0].startswith("-") and words[0] not in ("-m", "--module"):
         option, equals, value = words.pop(0).partition("=")
         if option in _NPROC:
             number = value if equals else words.pop(0) if words else ""

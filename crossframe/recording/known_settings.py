@@ -14,6 +14,8 @@ COMMAND = "command"
 RECORD, TRAIN = "crossframe record", "python -m experiments train"
 """The commands that record a script of a user, and a model of this repository. Each takes --output, --overwrite and
 --perturbed-runs."""
+MODULE_OPTION = "--module"
+"""The option of RECORD by which the script is the name of a module."""
 FORWARD_OPTION = "--forward"
 """The option of RECORD that records calls of a model instead of training."""
 IDLE_OPTION = "--idle-optimizer"

@@ -551,13 +551,13 @@ def _arguments(tap: PackedTap, what: str) -> dict[str, int]:
     return {name: reference[1] for name, reference in zip(tap.about[0], own, strict=False) if reference[0] == "in"}
 
 
-def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+def run(script: str, arguments: Sequence[str], directory: str, *, is_module: bool = False, **options: Any) -> int:
+    """`crossframe.scripts.run_script` with the recorder of this module.
 
     Args:
         directory, options: of `Recorder`.
     """
-    return run_script(ScriptRecorder(directory, **options), script, arguments)
+    return run_script(ScriptRecorder(directory, **options), script, arguments, is_module=is_module)
 
 
 def main() -> int:

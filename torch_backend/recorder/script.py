@@ -452,13 +452,13 @@ def _params_of(optimizer: Optimizer) -> set[int]:
     return {id(param) for param in params_of(optimizer)}
 
 
-def run(script: str, arguments: Sequence[str], directory: str, **options: Any) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+def run(script: str, arguments: Sequence[str], directory: str, *, is_module: bool = False, **options: Any) -> int:
+    """`crossframe.scripts.run_script` with the recorder of this module.
 
     Args:
         directory, options: of `Recorder`.
     """
-    return run_script(ScriptRecorder(directory, **options), script, arguments)
+    return run_script(ScriptRecorder(directory, **options), script, arguments, is_module=is_module)
 
 
 def main() -> int:

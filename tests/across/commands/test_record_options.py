@@ -1,17 +1,22 @@
 """What `crossframe record SCRIPT` says at once of options and scripts that it cannot use."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from crossframe.cli.baseline import golden_path
 from crossframe.cli.entry import run
 from crossframe.cli.explain import command_of
 from crossframe.cli.script_imports import is_of_jax
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.recording import Recording
+from crossframe.recording.known_settings import COMMAND
 from crossframe.scripts import NOT_RECORDED, idle_optimizers_file
+from crossframe.verdict import Verdict, compare
 from tests.on_jax.helpers.scripts import EAGER
 
 
@@ -141,3 +146,61 @@ def test_an_error_of_a_script_is_printed_as_without_the_command(capfd, tmp_path,
     assert run(["record", "train.py", "--framework", framework]) == 2
     end = "crossframe: train.py was not recorded, or not to its end: exit status 1\n"
     assert capfd.readouterr().err == alone + end
+
+
+PACKAGE = {
+    "nets.py": "from torch import nn\n\n\ndef net():\n    return nn.Linear(3, 1)\n",
+    "train.py": """
+import sys, torch
+from pkg import nets
+from .nets import net
+assert nets.net is net and sys.path[0] != __file__.rpartition("/")[0], sys.path
+torch.manual_seed(0)
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), float(sys.argv[1]))
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+""",
+    "__init__.py": "",
+    "__main__.py": "from . import train\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / "pkg"
+    folder.mkdir()
+    for name, text in PACKAGE.items():
+        (folder / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_modules_are_recorded_as_scripts_are(package, capsys):
+    for name, module in (("train", "pkg.train"), ("again", "pkg")):
+        assert run(["record", "-m", module, "--output", name, "--", "0.1"]) == 0, capsys.readouterr().err
+    recordings = [Recording.open(Path(name)) for name in ("train", "again")]
+    assert [each.manifest.settings[COMMAND] for each in recordings] == [
+        f"crossframe record --module {module} --every 100 --dense 2 -- 0.1" for module in ("pkg.train", "pkg")
+    ]
+    assert compare(*recordings).verdict is Verdict.EQUAL
+    again = command_of(shlex.split(recordings[0].manifest.settings[COMMAND]), Path("out"), 1, "torch")
+    assert again[-2:] == ["pkg.train", "0.1"] and json.loads(again[-3])["is_module"] is True
+
+
+@pytest.mark.parametrize("name", ["pkg.missing", "missing", "pkg.train.missing"])
+def test_what_is_no_module_is_refused(package, capsys, name):
+    assert run(["record", "-m", name]) == 2
+    assert f"expected a module that `python -m {name}` would run in {Path.cwd()}" in capsys.readouterr().err
+    Path("pkg/__main__.py").unlink()
+    assert run(["record", "-m", "pkg"]) == 2
+
+
+def test_a_command_may_name_a_module():
+    words = ["A=1", "torchrun", "--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1"]
+    found = TrainingCommand.parse(words, command="check")
+    assert (found.script, found.arguments, found.is_module) == (Path("pkg.train"), ("--lr", "1"), True)
+    assert found.words() == ("A=1", "torchrun", "--standalone", *words[2:])
+    assert TrainingCommand.parse(found.words(), command="check") == found
+    assert golden_path(None, ["python", "-m", "pkg.train"]) == golden_path(None, ["python", "train.py"])
