@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from crossframe.replacing import setting
 from jax_backend.engine import _remat
@@ -125,6 +126,8 @@ class DifferentiatedFunction:
         leaves = jax.tree_util.tree_flatten_with_path(self.diff(args))[0]
         names = tuple(path_name(path) for path, _ in leaves)
         shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(grads))
+        if step is None:  # of members of an ensemble, with their dim
+            shapes = tuple(tuple(np.shape(at_level(collector, leaf))) for _, leaf in leaves)
         values: dict[str, Any] = {"loss": loss, "diff": tuple(Value(leaf) for _, leaf in leaves)}
         values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
         is_reduced = step is not None and step.reduces

@@ -169,15 +169,16 @@ def _takes_rate(maker: Callable) -> bool:
 
 
 def _is_same_model(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether two trees of parameters are of one model, whole or divided over ranks: some have a dim that is larger by a factor
-    that all these have."""
+    """Whether two trees of parameters are of one model, whole or divided over devices: some have a dim that is larger by a factor
+    that all these have, and that divides the number of devices. An actor and a critic may differ like this in their heads."""
     if sorted(a.values()) == sorted(b.values()):
         return True
     if a.keys() != b.keys() or any(len(a[name]) != len(b[name]) for name in a):
         return False
     apart = [[(x, y) for x, y in zip(a[name], b[name], strict=True) if x != y] for name in a]
     factors = {max(x, y) / min(x, y) if min(x, y) else 0.0 for dims in apart for x, y in dims}
-    return all(len(dims) < 2 for dims in apart) and len(factors) == 1 and all(each.is_integer() for each in factors)
+    are_divided = all(each and jax.device_count() % each == 0 for each in factors)
+    return all(len(dims) < 2 for dims in apart) and len(factors) == 1 and are_divided
 
 
 def _is_number(value: Any) -> bool:

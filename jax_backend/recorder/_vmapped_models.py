@@ -1,8 +1,12 @@
-"""Replaces `jax.vmap`: of several models that a mapped function trains, the first is followed.
+"""Replaces `jax.vmap` around training: the first of several models is followed, or an ensemble as one model.
 
 [Note: the first of several models] `jax.vmap` maps a function that makes a model and trains it over seeds or learning rates. Each
 model is then trained by itself, and each value has a dim of models. The recording is that of the first one: what all models have
 in common shows there, and it can be compared with a run of this model alone.
+
+[Note: ensembles] `jax.vmap` maps a step whose parameters or optimizer state are arguments with a leading dim of members. They are
+one model, which is recorded with this dim, as where the gradients of members are taken in a vmap and one optimizer outside of it
+updates all of them.
 """
 
 import functools
@@ -12,12 +16,16 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from crossframe.replacing import setting
 from jax_backend.recorder._script_session import following, inside_update, root, seen_updates
 from jax_backend.recorder._taps import (
     BY_REFERENCE,
+    GRADIENT,
+    UPDATE,
     Packed,
+    Tap,
     Value,
     collecting,
     not_collecting,
@@ -49,7 +57,11 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
         result, packed = _vmap(body, in_axes, (out_axes, 0), *more, **options)(*args, **kwargs)
         session = root().session  # type: ignore[union-attr]
         if _trains_arguments(packed):
-            session.hidden("update")
+            given, returned = _mapped_leaves((args, kwargs), (in_axes, 0)), _mapped_leaves(result, out_axes)
+            if given is not None and returned is not None:
+                collector.add(_of_ensemble(unpacked(packed, (args, kwargs), result), given[0].shape[0]))
+            else:
+                session.hidden("update")
             return result
         session.first_of(packed.arrays[0].shape[0] if packed.arrays else 1)
         axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
@@ -89,6 +101,40 @@ def _trains_arguments(packed: Packed) -> bool:
     return any(
         name in BY_REFERENCE and reference[0] == "in" for tap in packed.taps for name, reference in tap.references
     )
+
+
+def _mapped_leaves(tree: Any, axes: Any) -> list[Any] | None:
+    """The leaves that `jax.vmap` maps by their leading dims; None if it maps others.
+
+    Args:
+        axes: a prefix of the pytree.
+    """
+    axes = (tuple(axes[0]) if isinstance(axes[0], list) else axes[0], *axes[1:]) if isinstance(axes, tuple) else axes
+    every = jax.tree.broadcast(jax.tree.map(_Axis, axes, is_leaf=lambda axis: axis is None), tree)
+    both = [*zip(jax.tree.leaves(tree), jax.tree.leaves(every), strict=True)]
+    return None if any(axis.number for _, axis in both) else [leaf for leaf, axis in both if axis.number == 0]
+
+
+def _of_ensemble(taps: Sequence[Tap], members: int) -> list[Tap]:
+    """Taps of a mapped function as those of one model, whose parameters have a dim of members. Numbers of steps are those of the
+    first member."""
+    found = []
+    for tap in taps:
+        values = dict(tap.values)
+        for name in {"mini_step", "state", "state_before"} & values.keys():
+            values[name] = jax.tree.map(_first_number, values[name])
+        about = tap.about
+        if tap.kind in (GRADIENT, UPDATE):
+            names, shapes, *others = about
+            about = (names, tuple((members, *shape) for shape in shapes), *others)
+        found.append(replace(tap, about=about, values=values))
+    return found
+
+
+def _first_number(value: Value) -> Value:
+    """The first of integers, of which each member has one."""
+    is_integer = hasattr(value.array, "dtype") and jnp.issubdtype(value.array.dtype, jnp.integer)
+    return replace(value, array=value.array[0]) if is_integer and value.array.ndim == 1 else value
 
 
 def _own_elements(args: Any, first: Any) -> tuple[Value, ...]:

@@ -615,11 +615,11 @@ _ENSEMBLE = (
     + """
 tx = optax.sgd(0.1)
 @jax.jit
-@partial(jax.vmap, in_axes=(0, None))
+@partial(jax.vmap, in_axes=(-1, None), out_axes=-1)
 def step(params, batch):
     grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
     return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
-params = step(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params), batches[0])
+params = step(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf], -1), params), batches[0])
 raise AssertionError("refused too late")
 """
 )

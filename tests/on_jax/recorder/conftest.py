@@ -18,7 +18,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setenv("FAULT", str(fault))
         path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(text)
-        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda *of: variables.update(own(*of)))
         status = script.run(str(path), (), **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
         monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
         return status, variables

@@ -117,7 +117,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [*sys.path])
         path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(HEAD + text)
-        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda script: variables.update(own(script)))
+        monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda *of: variables.update(own(*of)))
         options = {"directory": str(tmp_path / name), "forward_only": True, "dense": 2} | options
         status = script.run(str(path), (), **options)
         monkeypatch.setattr(crossframe.scripts, "run_as_main", own)

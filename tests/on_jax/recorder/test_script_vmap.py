@@ -1,4 +1,4 @@
-"""Scripts that train several models at once in `jax.vmap`, of which the first is recorded."""
+"""Scripts that train several models at once in `jax.vmap`: the first is recorded, or an ensemble as one model."""
 
 import numpy as np
 import pytest
@@ -84,6 +84,59 @@ result, losses = jax.jit(eqx.filter_vmap(lambda seed: train(seed, 1.0)))(jnp.arr
 def test_models_are_found_though_a_library_wraps_other_functions_alike(run, capsys):
     assert run(WRAPPED, every=1)[0] == 0
     assert "jax.vmap trains 2 models" in capsys.readouterr().err
+
+
+MEMBERS = (
+    FUNCTIONS
+    + """
+tx = optax.MultiSteps(optax.chain(optax.clip(0.1), optax.adam(1e-2)), 2)
+members = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.9 * leaf, leaf + 0.1]), params)
+weights = jnp.array([[1.0] * 8, [0.5] * 8, [2.0] * 8])
+"""
+)
+INSIDE = MEMBERS + (
+    """
+def step(params, opt_state, batch, weight):
+    loss, grads = jax.value_and_grad(lambda p: weight.mean() * loss_fn(p, batch["image"], batch["label"]))(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+step = jax.jit(jax.vmap(step, in_axes=[0, 0, None, 0]))
+opt_state = jax.vmap(tx.init)(members)
+for batch in batches + batches[::-1]:
+    members, opt_state, losses = step(members, opt_state, batch, weights)
+"""
+)
+OUTSIDE = MEMBERS + (
+    """
+def gradient(params, batch, weight):
+    return jax.value_and_grad(lambda p: weight.mean() * loss_fn(p, batch["image"], batch["label"]))(params)
+@jax.jit
+def step(params, opt_state, batch, weight):
+    losses, grads = jax.vmap(gradient, in_axes=(0, None, 0))(params, batch, weight)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, losses
+opt_state = tx.init(members)
+for batch in batches + batches[::-1]:
+    members, opt_state, losses = step(members, opt_state, batch, weights)
+"""
+)
+
+
+def test_an_ensemble_is_one_model_wherever_its_optimizer_is(tmp_path, run):
+    """Its parameters, with a leading dim of members, are arguments of each step."""
+    wrong = INSIDE.replace("(params, updates)", "(params, jax.tree.map(lambda leaf: weight[0] * leaf, updates))")
+    for name, text in (("inside", INSIDE), ("outside", OUTSIDE), ("wrong", wrong)):
+        assert run(text, name, every=1)[0] == 0
+    inside, outside, wrong = (Recording.open(tmp_path / name) for name in ("inside", "outside", "wrong"))
+    assert inside.num_steps == 3 and inside.manifest.params == outside.manifest.params
+    assert {spec.shape[0] for spec in inside.manifest.params.values()} == {3}
+    assert inside.activations(0) == outside.activations(0) != []
+    assert inside.has("state", 2, next(iter(inside.manifest.params)), use="exp_avg")
+    found = compare(inside, outside)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+    found = compare(inside, wrong)
+    assert found.verdict is Verdict.BUG and found.first_divergence is not None, found.reason
+    assert (found.first_divergence.step, found.first_divergence.phase) == (0, "update")
 
 
 META = (
