@@ -1,4 +1,4 @@
-"""Replaces `jax.value_and_grad` and `jax.grad`: a gradient has a tap."""
+"""Replaces `jax.value_and_grad`, `jax.grad` and `jax.vjp`: a gradient has a tap."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from crossframe.replacing import setting
@@ -17,6 +18,7 @@ from jax_backend.engine._step import Step
 from jax_backend.programs._trace import trace_of
 from jax_backend.recorder._array_interior import may_be_batch
 from jax_backend.recorder._module_calls import reporting_modules
+from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._params_as_shards import recorded_collectives
 from jax_backend.recorder._perturbed_rounding import rounded
 from jax_backend.recorder._script_batch import arrays_named_in
@@ -42,6 +44,7 @@ from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import path_name
 
 _value_and_grad, _value_and_grad_of_ranks = jax.value_and_grad, _remat.value_and_grad
+_vjp = jax.vjp
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ class DifferentiatedFunction:
             shapes = tuple(tuple(np.shape(at_level(collector, leaf))) for _, leaf in leaves)
         values: dict[str, Any] = {"loss": loss, "diff": tuple(Value(leaf) for _, leaf in leaves)}
         values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
+        # With an optimizer its update has them.
+        by_hand = [] if noted.has_optimizer or step is not None else jax.tree.leaves(grads)
+        values["grads"] = tuple(value_of_ranks(collector, leaf) for leaf in by_hand)
         is_reduced = step is not None and step.reduces
         local = local if is_reduced and collector.detail is Detail.INTERIOR else {}
         values["local_grads"] = {bucket: value_of_ranks(collector, array) for bucket, array in local.items()}
@@ -137,7 +143,8 @@ class DifferentiatedFunction:
         values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in modules)
         given = next((tap.values["arrays"] for tap in inside if tap.kind == GIVEN), ())
         values["given"] = tuple(value_of_ranks(collector, value.array) for value in given)
-        return Tap(GRADIENT, (names, shapes, tuple(tap.about for tap in modules), step), values)
+        about = names, shapes, tuple(tap.about for tap in modules), step, frozenset[int]()
+        return Tap(GRADIENT, about, values)
 
 
 def _rank_step() -> RankStep | None:
@@ -251,3 +258,35 @@ def grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> A
         return (grads, value[1]) if has_aux else grads
 
     return call
+
+
+def vjp(fun: Any, *primals: Any, has_aux: bool = False, **options: Any) -> Any:
+    """`jax.vjp`, which takes a gradient where the result is a scalar and no optimizer of optax is used."""
+    collector = innermost()
+    is_followed = collector is not None and not collector.in_loss and not inside_update.get() and not noted.has_optimizer
+    if not is_followed or not primals or not _is_scalar(fun, primals, has_aux):
+        return _vjp(fun, *primals, has_aux=has_aux, **options)
+    found: list[tuple[Any, ...]] = []
+
+    def differentiate(fun: Any, argnums: Any, has_aux: bool) -> Any:
+        def call(*args: Any) -> Any:
+            found.append(_vjp(fun, *args, has_aux=has_aux, **options))
+            value, backward, *aux = found[-1]
+            grads = backward(jnp.ones_like(value))
+            return ((value, *aux) if has_aux else value), (grads[0] if argnums == 0 else grads)
+
+        return call
+
+    argnums = 0 if len(primals) == 1 else tuple(range(len(primals)))
+    step = DifferentiatedFunction(fun, argnums, has_aux, {}, differentiate)
+    result, _ = _followed(differentiate(fun, argnums, has_aux), step)(*primals)
+    backward = found[0][1]
+    return (result[0], backward, result[1]) if has_aux else (result, backward)
+
+
+def _is_scalar(fun: Any, primals: Any, has_aux: bool) -> bool:
+    """Whether a function has one floating scalar as its result."""
+    with not_collecting():
+        result = jax.eval_shape(fun, *primals)
+    value = result[0] if has_aux else result
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)

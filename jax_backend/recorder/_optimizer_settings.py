@@ -47,6 +47,11 @@ class Noted:
         """The arrays of these parameters by their ids, until the recording begins."""
 
     @property
+    def has_optimizer(self) -> bool:
+        """Whether the script has made or initialised an optimizer."""
+        return bool(self.optimizers or self.of_keras or self.trees)
+
+    @property
     def num_models(self) -> int:
         """How many models the script trains, as far as is known from the optimizers' states that it has initialised."""
         return max(1, len(self.trees))

@@ -18,6 +18,7 @@ from jax_backend.recorder._gradients import (
     step_of_ranks,
     value_and_grad,
     value_and_grad_of_ranks,
+    vjp,
 )
 from jax_backend.recorder._jitted import jit
 from jax_backend.recorder._keras import follow_keras
@@ -33,6 +34,7 @@ from jax_backend.recorder._transformations import (
     shard_map,
     with_sharding_constraint,
 )
+from jax_backend.recorder._updates_by_hand import pmean
 from jax_backend.recorder._vmapped_models import vmap
 
 
@@ -64,10 +66,12 @@ class Patches:
             return self
         replace(jax, "value_and_grad", value_and_grad)
         replace(jax, "grad", grad)
+        replace(jax, "vjp", vjp)
         replace(_remat, "value_and_grad", value_and_grad_of_ranks)
         replace(_value_and_grad, "run_on_ranks", step_of_ranks(_value_and_grad.run_on_ranks))
         replace(LossFunction, "__call__", loss_of_rank(LossFunction.__call__))
         replace(jax, "vmap", vmap)
+        replace(jax.lax, "pmean", pmean)
         self._stack.enter_context(following_optimizers())
         return self
 

@@ -35,6 +35,7 @@ from jax_backend.recorder._script_turns import (
     of_parameters,
 )
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value, unrolled
+from jax_backend.recorder._updates_by_hand import Tree, UpdatesByHand
 
 _MOST_WITHOUT_UPDATE = 4
 _MOST_TURNS = 100
@@ -61,6 +62,7 @@ class Steps:
         self._model_state: Mapping[str, Value] = {}
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
+        self._by_hand = UpdatesByHand()
         self._are_all_known = False
         self._steps: deque[Step] = deque()
         self.constants = Constants()
@@ -70,6 +72,11 @@ class Steps:
     def recorder(self) -> Recorder | None:
         """The recorder; None before the first step has ended, and where nothing is recorded."""
         return self._records.recorder if self._records is not None else None
+
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether the script updates its parameters without an optimizer, as far as is known."""
+        return not noted.has_optimizer and all(model.is_by_hand for model in self._models)
 
     def number_in(self, taps: Iterable[PackedTap]) -> int:
         """The number of steps that a function with these taps makes."""
@@ -100,12 +107,15 @@ class Steps:
             copies = [each.copy() if isinstance(each, np.ndarray) else each for each in batch]
             self.constants.note_copies(copies, batch)
             batch = copies
+        self._by_hand.note(taps)
         of_iteration = functools.cache(lambda at: _batch_at(at, batch))  # which gradients share
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             self.note_state(*(_known(tap.values.get(name, {})) for name in ("initial_state", "model_state")))
             if tap.kind == GRADIENT:
-                self.begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+                self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
                 self._check_updated(tap)
+                if self.are_by_hand:
+                    tap = self._by_hand.add(tap, self._gradients)
                 self._gradients.append(Gradient.of(tap, of_iteration(at), originals))
             elif tap.kind == UPDATE:
                 model = self._begin_update(tap, originals, in_scan=bool(at))
@@ -143,6 +153,28 @@ class Steps:
 
     def begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
+        if self.are_by_hand and (tree := self._by_hand.before(params, self._gradients)) is not None:
+            if self._by_hand.is_of_params(tree, [*params.values()]):
+                self._update_by_hand(tree)
+            else:
+                self._gradients = [each for each in self._gradients if each.tap.about[:2] != tree]
+        self._begin_gradient(params)
+
+    def _update_by_hand(self, tree: Tree) -> None:
+        """The script has updated these parameters without an optimizer."""
+        gradients = [each for each in self._gradients if each.tap.about[:2] == tree]
+        update = self._by_hand.update(tree, len(gradients))
+        if not self._models:
+            self._models.append(Model(update, is_by_hand=True))
+            print(
+                f"crossframe: no optimizer of optax is used: the parameters are the arrays {listed(tree[0])} at which gradients "
+                "are taken, and a step ends where a gradient is taken at other values of them",
+                file=sys.stderr,
+            )
+        [model] = self._models
+        model.update, model.update_in_scan, model.gradients = update, False, gradients
+
+    def _begin_gradient(self, params: Mapping[str, Value]) -> None:
         self._close_updates()
         if (model := next((each for each in self._models if each.begin_gradient(params)), None)) is not None:
             self._note(model, {id(value.array): value.array for value in params.values()})
@@ -167,6 +199,11 @@ class Steps:
                 model.open_turn = self._closed(model)
 
     def _begin_update(self, tap: Tap, originals: Mapping[int, Any], *, in_scan: bool) -> Model:
+        if any(model.is_by_hand for model in self._models):
+            raise UsageError(
+                f"an optimizer of optax updated {listed(tap.about[0])} after the script had updated parameters without one; "
+                f"{USE_RECORDER}"
+            )
         model = self._model_of(tap, originals)
         if model.update is not None:
             raise UsageError(
@@ -231,6 +268,9 @@ class Steps:
         Args:
             returned: what the last step returned where the steps before it returned the next parameters.
         """
+        tree = self._by_hand.params
+        if self.are_by_hand and tree is not None and any(each.tap.about[:2] == tree for each in self._gradients):
+            self._update_by_hand(tree)
         self._close_updates()
         if not self.constants.are_known:
             self.constants.end()

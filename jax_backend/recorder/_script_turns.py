@@ -198,6 +198,7 @@ class Model:
         names, shapes: of the parameters, as the optimizer has them.
         structure: of ShardedParams; None: the parameters are any other pytree.
         is_added_by_optax: whether a function of optax has added its updates.
+        is_by_hand: whether the script updates it without an optimizer.
         update: one whose parameters are not known yet, and which may be one of several small ones; `gradients` are its.
         open_turn: one of which only the parameters after it are not known.
         is_sum: whether the parameters after all turns so far were the sums of parameters and updates; None: not known.
@@ -208,8 +209,9 @@ class Model:
             them.
     """
 
-    def __init__(self, update: Tap) -> None:
+    def __init__(self, update: Tap, *, is_by_hand: bool = False) -> None:
         self.names, self.shapes, self.structure = update.about
+        self.is_by_hand = is_by_hand
         self.is_added_by_optax = False
         self.update: Tap | None = None
         self.update_in_scan = False
@@ -262,7 +264,7 @@ class Model:
             return None
         if any(value.array is None for value in found):
             return None
-        shapes = tuple(tuple(value.array.shape[value.by_rank :]) for value in found)
+        shapes = tuple(tuple(np.shape(value.array)[value.by_rank :]) for value in found)
         return OrderedDict(zip(self.names, found, strict=True)) if shapes == self.shapes else None
 
     def gradients_among(self, gradients: Sequence[Gradient], *, is_alone: bool) -> Sequence[Gradient]:
@@ -391,7 +393,14 @@ def differ(a: Any, b: Any) -> bool:
         return False
     if any(isinstance(each, jax.Array) and each.is_deleted() for each in (a, b)):
         return True
-    return not np.array_equal(a, b, equal_nan=True)
+    pairs = zip(_in_this_process(a), _in_this_process(b), strict=True)
+    return not all(np.array_equal(x, y) for x, y in pairs)
+
+
+def _in_this_process(array: Any) -> list[np.ndarray]:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return [np.asarray(part.data) for part in array.addressable_shards]
+    return [np.asarray(array)]
 
 
 def is_gone(array: Any) -> bool:

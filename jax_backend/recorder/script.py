@@ -15,7 +15,7 @@ recorded and takes as long again. So the script gets the same bits whichever ste
 import math
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,10 +171,15 @@ class ScriptRecorder:
             return self._about_hidden()
         if self.forward_only:
             return f"no model of flax or equinox with parameters was called; if the model is made of functions, {USE_FORWARD}"
-        what = "an optimizer of optax never updated parameters with" if self._num_gradients else "jax.jit did not see"
+        what = "jax.jit did not see gradients of jax.grad or jax.value_and_grad"
+        if self._num_gradients:
+            what = (
+                "an optimizer of optax never updated parameters with gradients of jax.grad or jax.value_and_grad, and without an "
+                "optimizer none were taken again of arrays that are given to the jitted function and have changed"
+            )
         return (
-            f"nothing was trained that can be followed: {what} gradients of jax.grad or jax.value_and_grad. Processes that "
-            f"the script starts by itself are not followed; {USE_RECORDER}"
+            f"nothing was trained that can be followed: {what}. Processes that the script starts by itself are not followed; "
+            f"{USE_RECORDER}"
         )
 
     def _about_hidden(self) -> str:
@@ -202,9 +207,12 @@ class ScriptRecorder:
             return jitted.program(Detail.LOSSES)(*args, **kwargs)[0]
         leaves, structure = jax.tree.flatten((args, kwargs))
         own = list(leaves)
+        names = {i: name for params in plan.gradients for name, i in params.items()}
+        here = {i: self._moved_by_hand(leaves[i], name) for i, name in names.items()}
         for params in plan.gradients:
-            self._begin_gradient({name: Value(leaves[i], i in plan.by_rank) for name, i in params.items()})
-        if self.perturbed_run and (self._steps.number == 0 or self.forward_only):
+            self._begin_gradient({name: Value(here[i], i in plan.by_rank) for name, i in params.items()})
+        self._note_moved((leaves[i], moved) for i, moved in here.items())
+        if self.perturbed_run and (self._steps.number == 0 or self.forward_only or self._is_by_hand):
             for i, name in plan.params.items():
                 self._move(leaves[i], name, by_rank=i in plan.by_rank)
             leaves = [self._now(leaf) for leaf in leaves]
@@ -237,7 +245,7 @@ class ScriptRecorder:
         result, packed = jitted.program(Detail.LOSSES)(*args, **kwargs)
         mapped = jitted.results_by_rank(result)
         returned = [Value(leaf, i in mapped) for i, leaf in enumerate(jax.tree.leaves(result))]
-        if UPDATE in plan.kinds:
+        if UPDATE in plan.kinds or self._is_by_hand:
             self._returned = tuple(returned)
         if state:  # which the next step may donate
             before = {path: Value(own_state[i], i in plan.by_rank) for path, (i, _) in state.items()}
@@ -281,8 +289,10 @@ class ScriptRecorder:
         self._patches.libraries()
         self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
-        self._begin_gradient({path_name(path): Value(leaf) for path, leaf in leaves})
-        if self.perturbed_run and self._steps.number == 0:
+        here = [self._moved_by_hand(leaf, path_name(path)) for path, leaf in leaves]
+        self._begin_gradient({path_name(path): Value(moved) for (path, _), moved in zip(leaves, here, strict=True)})
+        self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, here, strict=True))
+        if self.perturbed_run and (self._steps.number == 0 or self._is_by_hand):
             for path, leaf in leaves:
                 self._move(leaf, path_name(path))
             args, kwargs = self.replaced(args), self.replaced(kwargs)
@@ -380,6 +390,11 @@ class ScriptRecorder:
         """Whether an array is of one of several models, and so of no batch."""
         return self._training is not None and self._training.has(leaf)
 
+    @property
+    def _is_by_hand(self) -> bool:
+        """Whether the script updates its parameters without an optimizer."""
+        return self._training is not None and self._training.are_by_hand
+
     def _is_updated(self, leaf: Any) -> bool:
         """Whether an array is of one of several models, which has had its turn in the first step."""
         return self._training is not None and self._training.has_updated(leaf)
@@ -453,12 +468,16 @@ class ScriptRecorder:
         if GRADIENT in kinds and not any(gradients):
             gradients = ({name: i for i, name in params.items()},)
         number = self._steps.number_in(packed.taps)
-        state = carried(args, kwargs, result, known | {*batch}) if {GRADIENT, UPDATE} & {*kinds} else {}
+        of_optimizer = _alike((args, kwargs), params) if self._is_by_hand else set[int]()
+        left_out = known | {*batch} | of_optimizer
+        state = carried(args, kwargs, result, left_out) if {GRADIENT, UPDATE} & {*kinds} else {}
         return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths, state)
 
     def _move(self, leaf: Any, name: str, *, by_rank: bool = False) -> None:
         """Give a perturbed run its own initial value of a parameter, on all ranks alike."""
         if id(leaf) in self._moved or not is_floating(leaf) or self._is_updated(leaf):
+            return
+        if self._steps.number and not self.forward_only:
             return
         values = np.asarray(leaf)
         if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
@@ -471,6 +490,19 @@ class ScriptRecorder:
                 self._shifts[name] = moved - leaf
         self._moved[id(leaf)] = leaf, moved
         self._moved[id(moved)] = moved, moved
+
+    def _moved_by_hand(self, leaf: Any, name: str) -> Any:
+        """A parameter in a perturbed run of a script that adds gradients to its own parameters, which are not moved: it stays as
+        far from them as it was at the beginning."""
+        shift = self._shifts.get(name)
+        if shift is None or not self._is_by_hand or any(leaf is value.array for value in self._returned):
+            return leaf
+        return self._moved[id(leaf)][1] if id(leaf) in self._moved else leaf + shift
+
+    def _note_moved(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        for leaf, moved in pairs:
+            if moved is not leaf:
+                self._moved |= {id(leaf): (leaf, moved), id(moved): (moved, moved)}
 
     def _now(self, leaf: Any) -> Any:
         return self._moved[id(leaf)][1] if id(leaf) in self._moved else leaf
@@ -517,7 +549,8 @@ class ScriptRecorder:
 
     def _stepped(self, loss: Any) -> None:
         self._moved.clear()
-        self._shifts.clear()
+        if not self._is_by_hand:
+            self._shifts.clear()
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
 
@@ -534,6 +567,17 @@ def _check_size(packed: Packed, num_steps: int) -> None:
 
 def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _alike(arguments: Any, params: Mapping[int, str]) -> set[int]:
+    """The arguments that are named as parameters and have their shapes, as the state of an optimizer that the script writes itself.
+
+    Args:
+        params: names of the arguments that are parameters.
+    """
+    leaves = [(path_name(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]]
+    known = {(name.rpartition(".")[2], leaves[i][1]) for i, name in params.items()}
+    return {i for i, (name, shape) in enumerate(leaves) if (name.rpartition(".")[2], shape) in known}
 
 
 def _referred(packed: Packed, what: str) -> dict[int, str]:

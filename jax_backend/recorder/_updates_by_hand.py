@@ -1,0 +1,223 @@
+"""Finds the steps of a script that updates its parameters itself, without an optimizer of optax.
+
+[Note: updates by hand] The parameters are the arrays at which gradients are taken, and which have other values when a gradient of
+the same names and shapes is taken again. A step ends there: its gradients are those taken at the same values, which are its
+microbatches, and the parameters after it are those of the next gradient. What lies between is not seen, so the optimizer and its
+state are unknown. Gradients of other arrays are left out: those of a single array, such as an input, where the script takes
+gradients of a pytree too, and those of an array of numpy, which a batch is and an updated parameter is not. Two sets of changing
+arrays are refused, since it is not known which of them is the model.
+
+A body of a scan shows its updates: the parameters are what the scan carries, so each iteration has the taps of an optimizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core
+
+from crossframe.errors import UsageError
+from jax_backend.recorder._optimizer_settings import noted
+from jax_backend.recorder._script_session import following
+from jax_backend.recorder._script_turns import USE_RECORDER, Gradient, differ, is_gone, listed
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
+from jax_backend.tree import path_name
+
+Tree = tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""Names and shapes of the arrays by which a function is differentiated."""
+_SINGLE = (path_name(()),)
+"""The names of a single array."""
+_pmean = jax.lax.pmean
+
+
+class UpdatesByHand:
+    """The gradients of a script since its last update, and the updates that they show."""
+
+    def __init__(self) -> None:
+        self.params: Tree | None = None
+        self._has_pytrees = False
+        self._unclear: set[Tree] = set()
+        self._grads: dict[Tree, list[Value]] = {}  # of each tree their sum
+
+    def note(self, taps: Sequence[Tap]) -> None:
+        """Note of which arrays a function of the script takes gradients."""
+        self._has_pytrees |= any(tap.kind == GRADIENT and tap.about[0] != _SINGLE for tap in taps)
+
+    def add(self, tap: Tap, gradients: Sequence[Gradient]) -> Tap:
+        """A gradient was taken; returns its tap without the gradients themselves, of which the sum is kept.
+
+        Args:
+            gradients: those since the last update.
+        """
+        tree, diff = tap.about[:2], tap.values["diff"]
+        if (earlier := _last(gradients, tree)) is not None:
+            pairs = [*zip(earlier.tap.values["diff"], diff, strict=True)]
+            is_unknown = any(b.array is None and a.array is not None for a, b in pairs)
+            if is_unknown or any(_differ(a, b) for a, b in pairs):
+                self._unclear.add(tree)
+        grads, sums = _reduced(tap), self._grads.get(tree)
+        self._grads[tree] = grads if sums is None else [_sum(*each) for each in zip(sums, grads, strict=True)]
+        return replace(tap, values={**tap.values, "grads": ()})
+
+    def before(self, params: Mapping[str, Value], gradients: Sequence[Gradient]) -> Tree | None:
+        """A gradient is about to be taken at these parameters; returns the arrays that have been updated since the last one.
+
+        Args:
+            gradients: those since the last update.
+        """
+        last = next((each for each in reversed(gradients) if set(each.tap.about[0]) == params.keys()), None)
+        if last is None:
+            return None
+        tree, values = last.tap.about[:2], [params[name] for name in last.tap.about[0]]
+        shapes = tuple(tuple(np.shape(value.array)[value.by_rank :]) for value in values)
+        pairs = sorted(zip(last.tap.values["diff"], values, strict=True), key=lambda pair: np.size(pair[1].array))
+        return tree if shapes == tree[1] and any(_differ(a, b) for a, b in pairs) else None
+
+    def is_of_params(self, tree: Tree, values: Sequence[Value]) -> bool:
+        """Whether changed arrays are the parameters.
+
+        Raises:
+            UsageError: other arrays are, or it is not known where they change.
+        """
+        if self._is_left_out(tree[0]) or any(isinstance(value.array, np.ndarray) for value in values):
+            self._grads.pop(tree, None)
+            return False
+        if self.params not in (None, tree):
+            raise UsageError(
+                f"gradients are taken of {_named(self.params)} and of {_named(tree)}, both of which change, and no optimizer of "
+                f"optax updates them: it is not known which are the parameters of the model; {USE_RECORDER}"
+            )
+        if tree in self._unclear:
+            raise UsageError(
+                f"a function of the script takes gradients of {_named(tree)} at values that it is given and at others, so that its "
+                f"updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or {USE_RECORDER}"
+            )
+        self.params = tree
+        return True
+
+    def update(self, tree: Tree, number: int) -> Tap:
+        """The update of an optimizer that gets the mean of the gradients.
+
+        Args:
+            number: of gradients.
+        """
+        grads = [
+            value if value.array is None or number == 1 else replace(value, array=value.array / number)
+            for value in self._grads[tree]
+        ]
+        self._grads = {}
+        return _update(tree, grads)
+
+    def _is_left_out(self, names: Sequence[str]) -> bool:
+        return self._has_pytrees and names == _SINGLE
+
+
+def _update(tree: Tree, grads: Sequence[Value]) -> Tap:
+    """The tap of an update without state."""
+    values = {"grads": tuple(grads), "state": Value(None), "state_before": (), "before": (), "updates": ()}
+    return Tap(UPDATE, (*tree, None), values)
+
+
+def _last(gradients: Sequence[Gradient], tree: Tree) -> Gradient | None:
+    return next((each for each in reversed(gradients) if each.tap.about[:2] == tree), None)
+
+
+def _named(tree: Tree | None) -> str:
+    assert tree is not None
+    return f"a single array of shape {tree[1][0]}" if tree[0] == _SINGLE else listed(tree[0])
+
+
+def _differ(a: Value, b: Value) -> bool:
+    return differ(a.array, b.array)
+
+
+def _sum(a: Value, b: Value) -> Value:
+    return Value(None) if is_gone(a.array) or is_gone(b.array) else replace(a, array=a.array + b.array)
+
+
+def _reduced(tap: Tap) -> list[Value]:
+    """The gradients of all ranks and of all iterations, as their mean. They are not known of ranks that take gradients of losses
+    of their own, unless `jax.lax.pmean` has got them: the script may add or average them later."""
+    _, shapes, _, _, averaged = tap.about
+    grads: Sequence[Value] = tap.values["grads"] or (Value(None),) * len(shapes)
+    is_of_all = _is_alike(tap.values["loss"])
+    found = []
+    for i, (value, shape) in enumerate(zip(grads, shapes, strict=True)):
+        lead = int(value.by_rank)
+        if is_gone(value.array) or tuple(value.array.shape[value.array.ndim - len(shape) :]) != shape:
+            found.append(Value(None))
+        elif value.by_rank and i not in averaged and not (is_of_all and _is_alike(value)):
+            found.append(Value(None))
+        else:
+            axes = tuple(range(lead, value.array.ndim - len(shape)))
+            found.append(Value(jnp.mean(value.array, axes) if axes else value.array, value.by_rank))
+    return found
+
+
+def _is_alike(value: Value) -> bool:
+    """Whether all ranks have the same."""
+    if not value.by_rank or is_gone(value.array):
+        return not value.by_rank
+    parts = [np.asarray(part.data) for part in value.array.addressable_shards]
+    return all(np.array_equal(part, parts[0]) for part in parts)
+
+
+def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
+    """`jax.lax.pmean`, whose results are the gradients of all ranks if it gets those of one."""
+    result = _pmean(x, axis_name, **options)
+    collector = following()
+    if collector is None or collector.in_loss:
+        return result
+    means = {id(own): mean for own, mean in zip(jax.tree.leaves(x), jax.tree.leaves(result), strict=True)}
+    for i, tap in enumerate(collector.taps):
+        if tap.kind == GRADIENT and (at := {k for k, value in enumerate(tap.values["grads"]) if id(value.array) in means}):
+            grads = tuple(
+                replace(value, array=means[id(value.array)]) if k in at else value
+                for k, value in enumerate(tap.values["grads"])
+            )
+            about = (*tap.about[:4], tap.about[4] | at)
+            collector.taps[i] = replace(tap, about=about, values={**tap.values, "grads": grads})
+    return result
+
+
+def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
+    """The taps of the body of a scan, with those of its updates by hand: a gradient is taken at what the scan carries, and the
+    body returns other values of it. Gradients of a single array, such as an input, are left out then.
+
+    Args:
+        carry, after: what the body gets and returns, pytrees.
+    """
+    if noted.has_optimizer or any(tap.kind == UPDATE for tap in taps):
+        return [*taps]
+    pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(after), strict=True)
+    changed = {id(before): its for before, its in pairs if before is not its}
+
+    def is_updated(tap: Tap) -> bool:
+        return tap.kind == GRADIENT and any(id(value.array) in changed for value in tap.values["diff"])
+
+    found = [tap for tap in taps if tap.kind != GRADIENT or tap.about[0] != _SINGLE or not is_updated(tap)]
+    updated = [tap for tap in found if is_updated(tap)]
+    if not updated:
+        return found
+    tree, diff = updated[0].about[:2], updated[0].values["diff"]
+    if any(tap.about[:2] != tree for tap in updated) or any(id(value.array) not in changed for value in diff):
+        raise UsageError(
+            f"a jax.lax.scan updates {_named(updated[-1].about[:2])} without an optimizer of optax, and it is not known which of "
+            f"the arrays that it carries are the parameters of the model; {USE_RECORDER}"
+        )
+    grads = [_mean_in_trace(i, tree[1][i], updated) for i in range(len(diff))]
+    found = [replace(tap, values={**tap.values, "grads": ()}) if tap.kind == GRADIENT else tap for tap in found]
+    applied = {"before": diff, "after": tuple(Value(changed[id(value.array)]) for value in diff)}
+    return [*found, _update(tree, grads), Tap(APPLY, (tree[0],), applied)]
+
+
+def _mean_in_trace(i: int, shape: tuple[int, ...], taps: Sequence[Tap]) -> Value:
+    """The mean of a gradient of taps in the current trace, as `_reduced`: of ranks it is known where all are averaged."""
+    if core.get_axis_env().axis_sizes and any(i not in tap.about[4] for tap in taps):
+        return Value(None)
+    arrays = [tap.values["grads"][i].array for tap in taps]
+    means = [jnp.mean(each, tuple(range(each.ndim - len(shape)))) if each.ndim > len(shape) else each for each in arrays]
+    return Value(means[0] if len(means) == 1 else sum(means) / len(means))
