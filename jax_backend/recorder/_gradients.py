@@ -263,7 +263,9 @@ def grad(fun: Any, argnums: Any = 0, has_aux: bool = False, **options: Any) -> A
 def vjp(fun: Any, *primals: Any, has_aux: bool = False, **options: Any) -> Any:
     """`jax.vjp`, which takes a gradient where the result is a scalar and no optimizer of optax is used."""
     collector = innermost()
-    is_followed = collector is not None and not collector.in_loss and not inside_update.get() and not noted.has_optimizer
+    is_followed = (
+        collector is not None and not collector.in_loss and not inside_update.get() and not noted.has_optimizer
+    )
     if not is_followed or not primals or not _is_scalar(fun, primals, has_aux):
         return _vjp(fun, *primals, has_aux=has_aux, **options)
     found: list[tuple[Any, ...]] = []

@@ -113,9 +113,10 @@ class Steps:
             self.note_state(*(_known(tap.values.get(name, {})) for name in ("initial_state", "model_state")))
             if tap.kind == GRADIENT:
                 self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
-                self._check_updated(tap)
                 if self.are_by_hand:
-                    tap = self._by_hand.add(tap, self._gradients)
+                    tap = self._by_hand.add(tap)
+                else:
+                    self._check_updated(tap)
                 self._gradients.append(Gradient.of(tap, of_iteration(at), originals))
             elif tap.kind == UPDATE:
                 model = self._begin_update(tap, originals, in_scan=bool(at))
@@ -153,7 +154,7 @@ class Steps:
 
     def begin_gradient(self, params: Mapping[str, Value]) -> None:
         """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
-        if self.are_by_hand and (tree := self._by_hand.before(params, self._gradients)) is not None:
+        if self.are_by_hand and (tree := self._by_hand.before(params)) is not None:
             if self._by_hand.is_of_params(tree, [*params.values()]):
                 self._update_by_hand(tree)
             else:
@@ -204,6 +205,7 @@ class Steps:
                 f"an optimizer of optax updated {listed(tap.about[0])} after the script had updated parameters without one; "
                 f"{USE_RECORDER}"
             )
+        self._by_hand = UpdatesByHand()  # let its arrays go
         model = self._model_of(tap, originals)
         if model.update is not None:
             raise UsageError(

@@ -22,7 +22,7 @@ from jax._src import core
 from crossframe.errors import UsageError
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._script_session import following
-from jax_backend.recorder._script_turns import USE_RECORDER, Gradient, differ, is_gone, listed
+from jax_backend.recorder._script_turns import USE_RECORDER, differ, is_gone, listed
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
 from jax_backend.tree import path_name
 
@@ -40,41 +40,36 @@ class UpdatesByHand:
         self.params: Tree | None = None
         self._has_pytrees = False
         self._unclear: set[Tree] = set()
-        self._grads: dict[Tree, list[Value]] = {}  # of each tree their sum
+        # Of each tree where its first gradient was taken since it has changed, and the sum of those since the last step.
+        self._at: dict[Tree, Sequence[Value]] = {}
+        self._grads: dict[Tree, list[Value]] = {}
 
     def note(self, taps: Sequence[Tap]) -> None:
         """Note of which arrays a function of the script takes gradients."""
         self._has_pytrees |= any(tap.kind == GRADIENT and tap.about[0] != _SINGLE for tap in taps)
 
-    def add(self, tap: Tap, gradients: Sequence[Gradient]) -> Tap:
-        """A gradient was taken; returns its tap without the gradients themselves, of which the sum is kept.
-
-        Args:
-            gradients: those since the last update.
-        """
+    def add(self, tap: Tap) -> Tap:
+        """A gradient was taken; returns its tap without the gradients themselves, of which the sum is kept."""
         tree, diff = tap.about[:2], tap.values["diff"]
-        if (earlier := _last(gradients, tree)) is not None:
-            pairs = [*zip(earlier.tap.values["diff"], diff, strict=True)]
-            is_unknown = any(b.array is None and a.array is not None for a, b in pairs)
-            if is_unknown or any(_differ(a, b) for a, b in pairs):
-                self._unclear.add(tree)
+        pairs = [*zip(self._at.setdefault(tree, diff), diff, strict=True)]
+        if any((b.array is None and a.array is not None) or _differ(a, b) for a, b in pairs):
+            self._unclear.add(tree)
         grads, sums = _reduced(tap), self._grads.get(tree)
         self._grads[tree] = grads if sums is None else [_sum(*each) for each in zip(sums, grads, strict=True)]
         return replace(tap, values={**tap.values, "grads": ()})
 
-    def before(self, params: Mapping[str, Value], gradients: Sequence[Gradient]) -> Tree | None:
-        """A gradient is about to be taken at these parameters; returns the arrays that have been updated since the last one.
-
-        Args:
-            gradients: those since the last update.
-        """
-        last = next((each for each in reversed(gradients) if set(each.tap.about[0]) == params.keys()), None)
-        if last is None:
+    def before(self, params: Mapping[str, Value]) -> Tree | None:
+        """A gradient is about to be taken at these values; returns which arrays have changed since the last one, if any."""
+        shapes = (tuple(np.shape(value.array)[value.by_rank :]) for value in params.values())
+        tree = tuple(params), tuple(shapes)
+        # Small arrays first, since the first difference is enough.
+        pairs = sorted(
+            zip(self._at.get(tree, ()), params.values(), strict=False), key=lambda pair: np.size(pair[1].array)
+        )
+        if not any(_differ(a, b) for a, b in pairs):
             return None
-        tree, values = last.tap.about[:2], [params[name] for name in last.tap.about[0]]
-        shapes = tuple(tuple(np.shape(value.array)[value.by_rank :]) for value in values)
-        pairs = sorted(zip(last.tap.values["diff"], values, strict=True), key=lambda pair: np.size(pair[1].array))
-        return tree if shapes == tree[1] and any(_differ(a, b) for a, b in pairs) else None
+        del self._at[tree]
+        return tree
 
     def is_of_params(self, tree: Tree, values: Sequence[Value]) -> bool:
         """Whether changed arrays are the parameters.
@@ -92,8 +87,9 @@ class UpdatesByHand:
             )
         if tree in self._unclear:
             raise UsageError(
-                f"a function of the script takes gradients of {_named(tree)} at values that it is given and at others, so that its "
-                f"updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or {USE_RECORDER}"
+                f"a function of the script takes gradients of {_named(tree)} at values that it is given and at others, so that "
+                "its updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or "
+                f"{USE_RECORDER}"
             )
         self.params = tree
         return True
@@ -121,10 +117,6 @@ def _update(tree: Tree, grads: Sequence[Value]) -> Tap:
     return Tap(UPDATE, (*tree, None), values)
 
 
-def _last(gradients: Sequence[Gradient], tree: Tree) -> Gradient | None:
-    return next((each for each in reversed(gradients) if each.tap.about[:2] == tree), None)
-
-
 def _named(tree: Tree | None) -> str:
     assert tree is not None
     return f"a single array of shape {tree[1][0]}" if tree[0] == _SINGLE else listed(tree[0])
@@ -147,12 +139,12 @@ def _reduced(tap: Tap) -> list[Value]:
     found = []
     for i, (value, shape) in enumerate(zip(grads, shapes, strict=True)):
         lead = int(value.by_rank)
-        if is_gone(value.array) or tuple(value.array.shape[value.array.ndim - len(shape) :]) != shape:
-            found.append(Value(None))
-        elif value.by_rank and i not in averaged and not (is_of_all and _is_alike(value)):
+        # Vmaps and scans around the gradient have dims between those of ranks and of the parameter.
+        axes = tuple(range(lead, np.ndim(value.array) - len(shape)))
+        is_mean = not value.by_rank or i in averaged or (is_of_all and _is_alike(value))
+        if is_gone(value.array) or not is_mean or value.array.shape[lead + len(axes) :] != shape:
             found.append(Value(None))
         else:
-            axes = tuple(range(lead, value.array.ndim - len(shape)))
             found.append(Value(jnp.mean(value.array, axes) if axes else value.array, value.by_rank))
     return found
 
@@ -173,7 +165,9 @@ def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
         return result
     means = {id(own): mean for own, mean in zip(jax.tree.leaves(x), jax.tree.leaves(result), strict=True)}
     for i, tap in enumerate(collector.taps):
-        if tap.kind == GRADIENT and (at := {k for k, value in enumerate(tap.values["grads"]) if id(value.array) in means}):
+        if tap.kind == GRADIENT and (
+            at := {k for k, value in enumerate(tap.values["grads"]) if id(value.array) in means}
+        ):
             grads = tuple(
                 replace(value, array=means[id(value.array)]) if k in at else value
                 for k, value in enumerate(tap.values["grads"])
@@ -219,5 +213,7 @@ def _mean_in_trace(i: int, shape: tuple[int, ...], taps: Sequence[Tap]) -> Value
     if core.get_axis_env().axis_sizes and any(i not in tap.about[4] for tap in taps):
         return Value(None)
     arrays = [tap.values["grads"][i].array for tap in taps]
-    means = [jnp.mean(each, tuple(range(each.ndim - len(shape)))) if each.ndim > len(shape) else each for each in arrays]
+    means = [
+        jnp.mean(each, tuple(range(each.ndim - len(shape)))) if each.ndim > len(shape) else each for each in arrays
+    ]
     return Value(means[0] if len(means) == 1 else sum(means) / len(means))

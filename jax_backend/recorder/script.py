@@ -570,14 +570,17 @@ def _copied(leaf: Any) -> Any:
 
 
 def _alike(arguments: Any, params: Mapping[int, str]) -> set[int]:
-    """The arguments that are named as parameters and have their shapes, as the state of an optimizer that the script writes itself.
+    """The arguments with the shapes of parameters and their names, or without names: the state of an optimizer that the script
+    writes itself.
 
     Args:
         params: names of the arguments that are parameters.
     """
     leaves = [(path_name(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]]
-    known = {(name.rpartition(".")[2], leaves[i][1]) for i, name in params.items()}
-    return {i for i, (name, shape) in enumerate(leaves) if (name.rpartition(".")[2], shape) in known}
+    named = {(name.rpartition(".")[2], leaves[i][1]) for i, name in params.items()}
+    shapes = {shape for _, shape in named}
+    ends = ((name.rpartition(".")[2], shape) for name, shape in leaves)
+    return {i for i, (end, shape) in enumerate(ends) if (end, shape) in named or (end.isdecimal() and shape in shapes)}
 
 
 def _referred(packed: Packed, what: str) -> dict[int, str]:

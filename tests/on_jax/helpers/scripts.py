@@ -574,9 +574,11 @@ RECORDED = {
 }
 """Scripts that are recorded, by name."""
 
-_BY_HAND = (
+_NOT_USED = (
     FUNCTIONS
     + """
+tx = optax.sgd(0.1)
+opt_state = tx.init(params)
 gradients = jax.jit(jax.value_and_grad(loss_fn))
 for batch in batches * 5:
     loss, grads = gradients(params, batch["image"], batch["label"])
@@ -649,7 +651,7 @@ _STATIC_AHEAD_OF_TIME = (
 _NOTHING = FUNCTIONS + "loss_fn(params, batches[0]['image'], batches[0]['label'])\n"
 
 REFUSED = {
-    "by_hand": (_BY_HAND, "no optimizer of optax updated them"),
+    "not_used": (_NOT_USED, "no optimizer of optax updated them"),
     "two_models": (_TWO_MODELS, "more than one model"),
     "other_axes": (_OTHER_AXES, "jax.pmap of several processes, inside jax.jit, or with axes other than 0"),
     "ensemble": (_ENSEMBLE, "or with parameters among its arguments"),

@@ -8,12 +8,12 @@ from crossframe.recording import Recording
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
-from tests.on_jax.helpers.scripts import FUNCTIONS, HEAD, IN_PMAP
+from tests.on_jax.helpers.scripts import FUNCTIONS
 
 START = (
     FUNCTIONS
     + """
-RATE, SIGN = 0.1 * FAULT, 1.0 if FAULT > 0 else -1.0
+RATE = 0.1 * FAULT
 def descend(params, grads):
     return jax.tree.map(lambda p, g: p - RATE * g, params, grads)
 """
@@ -144,8 +144,250 @@ SCRIPTS = {
     "momentum": MOMENTUM,
     "Adam": ADAM,
     "example library": EXAMPLE_LIBRARY,
-    "equinox": IN_JIT.replace("RATE, SIGN", "import equinox as eqx\nRATE, SIGN").replace(
-        "descend(params, grads)", "eqx.apply_updates(params, jax.tree.map(lambda g: -RATE * g, grads))"
-    ),
+    "equinox": IN_JIT.replace(
+        "return descend(params, grads)",
+        "return equinox.apply_updates(params, jax.tree.map(lambda g: -RATE * g, grads))",
+    ).replace("RATE =", "import equinox\nRATE ="),
 }
 """The parameters after the last step are known, if the last step returns them."""
+
+
+def _before(text, line, added):
+    """A script with lines before a line."""
+    assert line in text
+    return text.replace(line, added.strip("\n") + "\n" + line)
+
+
+OTHERS = {
+    "saliency": _before(
+        EAGER, "    params = ", "    saliency = jax.grad(loss_fn, 1)(params, batch['image'], batch['label'])"
+    ),
+    "an attack": _before(
+        IN_JIT,
+        "    loss, grads = ",
+        """
+    image = batch["image"]
+    for _ in range(2):
+        image += 0.1 * jnp.sign(jax.grad(loss_fn, 1)(params, image, batch["label"]))
+""",
+    ),
+    "an attack in a loop": _before(
+        IN_JIT,
+        "    loss, grads = ",
+        """
+    attacked = lambda _, x: x + 0.1 * jnp.sign(jax.grad(loss_fn, 1)(params, x, batch["label"]))
+    image = jax.lax.fori_loop(0, 2, attacked, batch["image"])
+""",
+    ),
+    "a hyperparameter": _before(
+        EAGER,
+        "    params = ",
+        """
+    scaled = lambda scale: loss_fn(jax.tree.map(lambda p: scale * p, params), batch["image"], batch["label"])
+    slope = jax.grad(scaled)(1.0 + 0.01 * len(losses))
+""",
+    ),
+}
+"""Scripts that take gradients of other arrays too."""
+_TWO_STEPS = """
+@jax.jit
+def update(params, batch):
+    for _ in range(2):
+        params = descend(params, jax.grad(loss_fn)(params, batch["image"], batch["label"]))
+    return params
+for batch in batches:
+    params = update(params, batch)
+"""
+_TWO_MODELS = """
+other = jax.tree.map(jnp.ones_like, params["out"])
+train = jax.grad(loss_fn)
+train_other = jax.grad(lambda p: cross_entropy(batch["image"][:, :5] @ p["w"] + p["b"], batch["label"]))
+for batch in batches:
+    params = descend(params, train(params, batch["image"], batch["label"]))
+    other = descend(other, train_other(other))
+"""
+_MADE_INSIDE = """
+from jax.flatten_util import ravel_pytree
+flat, unravel = ravel_pytree(params)
+@jax.jit
+def update(flat, batch):
+    params = unravel(flat)
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return ravel_pytree(descend(params, grads))[0]
+for batch in batches:
+    flat = update(flat, batch)
+"""
+_OPTAX_LATER = """
+gradients = jax.grad(loss_fn)
+for batch in batches:
+    params = descend(params, gradients(params, batch["image"], batch["label"]))
+tx = optax.sgd(0.1)
+tx.update(gradients(params, batch["image"], batch["label"]), tx.init(params), params)
+"""
+_INPUTS = """
+gradients = jax.jit(jax.grad(loss_fn, 1))
+for batch in batches:
+    gradients(params, batch["image"], batch["label"])
+"""
+REFUSED = {
+    "two updates in a call": (_TWO_STEPS, "at values that it is given and at others"),
+    "two models": (_TWO_MODELS, "both of which change"),
+    "parameters made inside": (_MADE_INSIDE, "nothing was trained that can be followed"),
+    "optax later": (_OPTAX_LATER, "after the script had updated parameters without one"),
+    "inputs alone": (_INPUTS, "nothing was trained that can be followed"),
+}
+"""Scripts that cannot be recorded, each with an excerpt of its error message."""
+
+
+def opened(tmp_path, *names):
+    return [Recording.open(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_updates_without_an_optimizer_are_recorded(tmp_path, run, name):
+    status, variables = run(SCRIPTS[name])
+    assert status == 0
+    (found,) = opened(tmp_path, "out")
+    assert found.num_steps == 3 and found.recorded_steps() == (0, 2)
+    assert {module for _, module, _ in found.activations(0)} == {"hidden", "out"}
+    assert "optimizer" not in found.manifest.settings and not found.buffers(2)
+    assert len(found.batch(1, 0).sample_ids) == 8
+    if "losses" in variables:
+        assert found.losses()[:, 0].tolist() == np.asarray(variables["losses"]).tolist()
+    params = {
+        part: {leaf: found.full("parameters", 0, f"{part}.{leaf}") for leaf in ("w", "b")} for part in ("hidden", "out")
+    }
+    batch = variables["batches"][0]
+    grads = jax.grad(variables["loss_fn"])(params, batch["image"], batch["label"])
+    for param in found.manifest.params:
+        part, _, leaf = param.partition(".")
+        atol = 64 * np.finfo(grads[part][leaf].dtype).eps  # sums of some tens of numbers of order 1
+        np.testing.assert_allclose(found.full("reduce", 0, param), grads[part][leaf], rtol=0, atol=atol)
+        if name not in ("outside of jit", "eager", "microbatches"):
+            assert np.array_equal(found.full("update", 2, param), variables["result"][part][leaf])
+
+
+@pytest.mark.parametrize("name", ["in jit", "outside of jit", "eager", "vjp", "a scan", "microbatches", "donated"])
+def test_descent_by_hand_agrees_with_that_of_optax(tmp_path, run, name):
+    assert run(OPTAX, "optax", every=1)[0] == run(SCRIPTS[name], "own", every=1)[0] == 0
+    found = compare(*opened(tmp_path, "optax", "own"))
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "phase"),
+    [
+        pytest.param(IN_JIT, "RATE = 0.2", "update", id="rate"),
+        pytest.param(EAGER, "RATE = -0.1", "update", id="sign"),
+        pytest.param(EPOCH, "RATE = 0.2", "update", id="in a scan"),
+    ],
+)
+def test_a_wrong_update_by_hand_is_located(tmp_path, run, text, wrong, phase):
+    assert run(text, "a", every=1)[0] == run(text.replace("RATE = 0.1 * FAULT", wrong), "b", every=1)[0] == 0
+    found = compare(*opened(tmp_path, "a", "b"))
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None and (where.step, where.phase) == (0, phase)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_of_other_arrays_are_no_steps(tmp_path, run, name):
+    status, variables = run(OTHERS[name])
+    assert status == 0
+    (found,) = opened(tmp_path, "out")
+    assert sorted(found.manifest.params) == ["hidden.b", "hidden.w", "out.b", "out.w"]
+    assert found.losses()[:3, 0].tolist() == variables["losses"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_updates_by_hand_that_cannot_be_told_apart_are_refused(run, capsys, name):
+    text, said = REFUSED[name]
+    assert run(START + text)[0] == NOT_RECORDED
+    errors = capsys.readouterr().err
+    assert said in errors and "recorder.step(params=params" in errors
+
+
+@pytest.mark.parametrize("name", ["in jit", "outside of jit", "eager", "a scan"])
+def test_a_perturbed_run_stays_one_unit_away(tmp_path, run, name):
+    for number in range(2):
+        assert run(SCRIPTS[name], every=1, perturbed_run=number)[0] == 0
+    (found,) = opened(tmp_path, "out")
+    (other,) = found.perturbed_runs()
+    for param in found.manifest.params:
+        initial = found.full("parameters", 0, param)
+        moved = perturbed_values(param, initial, 1)
+        np.testing.assert_array_equal(other.full("parameters", 0, param), moved, strict=True)
+        after = [each.full("update", 1, param) for each in (found, other)]
+        np.testing.assert_allclose(
+            after[1] - after[0], moved - initial, atol=1e-2 * np.abs(moved - initial).max() + 1e-15
+        )
+
+
+SHARDED = (
+    START
+    + """
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=CHECKS)
+def update(params, batch):
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return descend(params, REDUCED)
+for batch in batches:
+    params = update(params, batch)
+"""
+)
+IN_PMAP = (
+    START
+    + """
+@partial(jax.pmap, axis_name="data")
+def update(params, batch):
+    grads = jax.grad(loss_fn)(params, batch["image"], batch["label"])
+    return descend(params, REDUCED)
+params = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+for batch in batches:
+    params = update(params, jax.tree.map(lambda part: part.reshape(2, 4, *part.shape[1:]), batch))
+"""
+)
+MEAN, SUM = 'jax.lax.pmean(grads, "data")', 'jax.lax.psum(grads, "data")'
+SHARED = {
+    "shard_map": SHARDED.replace("CHECKS", "False"),
+    "shard_map with checks": SHARDED.replace("CHECKS", "True"),
+    "pmap": IN_PMAP,
+}
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="divides a batch over 2 devices")
+@pytest.mark.parametrize(
+    ("name", "reduced", "wrong", "phase"),
+    [
+        pytest.param("shard_map", MEAN, SUM, "update", id="shard_map"),
+        pytest.param("shard_map", f"jax.tree.map(lambda g: g / 2, {SUM})", SUM, "update", id="shard_map, sum"),
+        # JAX has added the gradients of replicated parameters: their mean is their sum.
+        pytest.param(
+            "shard_map with checks", "jax.tree.map(lambda g: g / 2, grads)", MEAN, "update", id="added by JAX"
+        ),
+        pytest.param("pmap", MEAN, SUM, "update", id="pmap"),
+    ],
+)
+def test_gradients_of_ranks_are_averaged(tmp_path, run, name, reduced, wrong, phase):
+    for each, text in (
+        ("alone", IN_JIT),
+        *((each, SHARED[name].replace("REDUCED", r)) for each, r in (("right", reduced), ("wrong", wrong))),
+    ):
+        assert run(text, each, every=1)[0] == 0
+    alone, right, wrong = opened(tmp_path, "alone", "right", "wrong")
+    found = compare(alone, right)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+    assert right.manifest.world_size == 2 and right.has("reduce", 0, "out.w") == (reduced == MEAN)
+    found = compare(right, wrong)
+    where = found.first_divergence
+    assert found.verdict is Verdict.BUG and where is not None and (where.step, where.phase) == (0, phase)
+
+
+def test_steps_with_more_detail_are_known_before_they_run(tmp_path, run):
+    longer = IN_JIT.replace("for batch in batches:", "for batch in batches * 3:")
+    assert run(longer, dense=0, every=100, windows=((4, 6),))[0] == 0
+    (found,) = opened(tmp_path, "out")
+    assert found.num_steps == 9 and found.recorded_steps() == (0, 4, 5)
+    assert [bool(list(found.activations(step))) for step in found.recorded_steps()] == [False, True, True]
+    assert all(found.has("reduce", step, "out.w") for step in found.recorded_steps())
