@@ -20,6 +20,7 @@ import numpy as np
 from jax._src import core
 
 from crossframe.errors import UsageError
+from jax_backend.recorder._model_state import named_leaves
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._script_session import following
 from jax_backend.recorder._script_turns import USE_RECORDER, differ, is_gone, listed
@@ -30,6 +31,8 @@ Tree = tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]
 """Names and shapes of the arrays by which a function is differentiated."""
 _SINGLE = (path_name(()),)
 """The names of a single array."""
+_OF_NNX = "states.0."
+"""What precedes the names of parameters in the pytree that `nnx.grad` makes of a module."""
 _pmean = jax.lax.pmean
 
 
@@ -113,8 +116,9 @@ class UpdatesByHand:
 
 def _update(tree: Tree, grads: Sequence[Value]) -> Tap:
     """The tap of an update without state."""
+    names, shapes = tree
     values = {"grads": tuple(grads), "state": Value(None), "state_before": (), "before": (), "updates": ()}
-    return Tap(UPDATE, (*tree, None), values)
+    return Tap(UPDATE, (tuple(name.removeprefix(_OF_NNX) for name in names), shapes, None), values)
 
 
 def _named(tree: Tree | None) -> str:
@@ -155,6 +159,21 @@ def _is_alike(value: Value) -> bool:
         return not value.by_rank
     parts = [np.asarray(part.data) for part in value.array.addressable_shards]
     return all(np.array_equal(part, parts[0]) for part in parts)
+
+
+def like_params(arguments: Any, params: Mapping[int, str]) -> set[int]:
+    """The arguments with the shapes of parameters and their names, or without names: the state of an optimizer that the script
+    writes itself.
+
+    Args:
+        params: names of the arguments that are parameters.
+    """
+    leaves = [(names[-1] if names else "0", np.shape(leaf)) for names, leaf in named_leaves(arguments)]
+    named = {(name.rpartition(".")[2], leaves[i][1]) for i, name in params.items()}
+    shapes = {shape for _, shape in named}
+    return {
+        i for i, (name, shape) in enumerate(leaves) if (name, shape) in named or (name.isdecimal() and shape in shapes)
+    }
 
 
 def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
@@ -205,7 +224,8 @@ def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
     grads = [_mean_in_trace(i, tree[1][i], updated) for i in range(len(diff))]
     found = [replace(tap, values={**tap.values, "grads": ()}) if tap.kind == GRADIENT else tap for tap in found]
     applied = {"before": diff, "after": tuple(Value(changed[id(value.array)]) for value in diff)}
-    return [*found, _update(tree, grads), Tap(APPLY, (tree[0],), applied)]
+    update = _update(tree, grads)
+    return [*found, update, Tap(APPLY, (update.about[0],), applied)]
 
 
 def _mean_in_trace(i: int, shape: tuple[int, ...], taps: Sequence[Tap]) -> Value:

@@ -4,8 +4,9 @@ With `forward_only`, each call of a model of flax or equinox is a step (`_model_
 
 The script's calls of `jax.jit`, `jax.value_and_grad`, `jax.grad` and optax are followed. The parameters are what an optimizer of
 optax updates, and the loss is that of the gradients of their shapes. A step ends when `optax.apply_updates` adds the updates, or
-where the next one begins ([Note: updates that optax does not add] in `_script_steps.py`). The batch is what the step, or else the
-loss function, is called with besides parameters, state and random keys.
+where the next one begins ([Note: updates that optax does not add] in `_script_turns.py`). Without an optimizer the parameters are
+the arrays at which gradients are taken ([Note: updates by hand] in `_updates_by_hand.py`). The batch is what the step, or else
+the loss function, is called with besides parameters, state and random keys.
 
 [Note: what a recorded script runs] A jitted function that takes a gradient or updates parameters runs as a program that also
 returns the loss, at every step. At recorded steps another program runs before it on the same arguments, which returns all that is
@@ -65,6 +66,7 @@ from jax_backend.recorder._taps import (
     merged,
     unpacked,
 )
+from jax_backend.recorder._updates_by_hand import like_params
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
@@ -468,7 +470,7 @@ class ScriptRecorder:
         if GRADIENT in kinds and not any(gradients):
             gradients = ({name: i for i, name in params.items()},)
         number = self._steps.number_in(packed.taps)
-        of_optimizer = _alike((args, kwargs), params) if self._is_by_hand else set[int]()
+        of_optimizer = like_params((args, kwargs), params) if self._is_by_hand else set[int]()
         left_out = known | {*batch} | of_optimizer
         state = carried(args, kwargs, result, left_out) if {GRADIENT, UPDATE} & {*kinds} else {}
         return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths, state)
@@ -567,20 +569,6 @@ def _check_size(packed: Packed, num_steps: int) -> None:
 
 def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _alike(arguments: Any, params: Mapping[int, str]) -> set[int]:
-    """The arguments with the shapes of parameters and their names, or without names: the state of an optimizer that the script
-    writes itself.
-
-    Args:
-        params: names of the arguments that are parameters.
-    """
-    leaves = [(path_name(path), np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]]
-    named = {(name.rpartition(".")[2], leaves[i][1]) for i, name in params.items()}
-    shapes = {shape for _, shape in named}
-    ends = ((name.rpartition(".")[2], shape) for name, shape in leaves)
-    return {i for i, (end, shape) in enumerate(ends) if (end, shape) in named or (end.isdecimal() and shape in shapes)}
 
 
 def _referred(packed: Packed, what: str) -> dict[int, str]:

@@ -8,7 +8,7 @@ from crossframe.recording import Recording
 from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
-from tests.on_jax.helpers.scripts import FUNCTIONS
+from tests.on_jax.helpers.scripts import FUNCTIONS, HEAD
 
 START = (
     FUNCTIONS
@@ -391,3 +391,36 @@ def test_steps_with_more_detail_are_known_before_they_run(tmp_path, run):
     assert found.num_steps == 9 and found.recorded_steps() == (0, 4, 5)
     assert [bool(list(found.activations(step))) for step in found.recorded_steps()] == [False, True, True]
     assert all(found.has("reduce", step, "out.w") for step in found.recorded_steps())
+
+
+OF_NNX = (
+    HEAD
+    + """
+from flax import nnx
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden, self.norm, self.out = nnx.Linear(6, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
+    def __call__(self, x):
+        return self.out(nnx.relu(self.norm(self.hidden(x))))
+net = Net(nnx.Rngs(0))
+optimizer = MADE
+@nnx.jit
+def step(net, optimizer, batch):
+    grads = nnx.grad(lambda net: cross_entropy(net(batch["image"]), batch["label"]))(net)
+    UPDATE
+for batch in batches:
+    step(net, optimizer, batch)
+"""
+)
+
+
+def test_modules_of_nnx_have_the_names_that_they_have_with_optax(tmp_path, run):
+    by_optax = "nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)", "optimizer.update(net, grads)"
+    by_hand = "None", "nnx.update(net, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(net, nnx.Param), grads))"
+    for name, (made, update) in (("optax", by_optax), ("own", by_hand)):
+        assert run(OF_NNX.replace("MADE", made).replace("UPDATE", update), name, every=1)[0] == 0
+    a, b = opened(tmp_path, "optax", "own")
+    found = compare(a, b)
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+    assert not found.notes and b.buffers(0) == a.buffers(0) != []
+    assert [*b.activations(0)] == [*a.activations(0)] and b.has("update", 2, "out.kernel")
