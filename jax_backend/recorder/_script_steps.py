@@ -202,8 +202,8 @@ class Steps:
     def _begin_update(self, tap: Tap, originals: Mapping[int, Any], *, in_scan: bool) -> Model:
         if any(model.is_by_hand for model in self._models):
             raise UsageError(
-                f"an optimizer of optax updated {listed(tap.about[0])} after the script had updated parameters without one; "
-                f"{USE_RECORDER}"
+                f"an optimizer of optax or a jax.lax.scan updated {listed(tap.about[0])} after the script had updated parameters "
+                f"without an optimizer; {USE_RECORDER}"
             )
         self._by_hand = UpdatesByHand()  # let its arrays go
         model = self._model_of(tap, originals)

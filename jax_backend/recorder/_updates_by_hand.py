@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core
+from jax.lax import pmean as _pmean
 
 from crossframe.errors import UsageError
 from jax_backend.recorder._model_state import named_leaves
@@ -33,7 +34,6 @@ _SINGLE = (path_name(()),)
 """The names of a single array."""
 _OF_NNX = "states.0."
 """What precedes the names of parameters in the pytree that `nnx.grad` makes of a module."""
-_pmean = jax.lax.pmean
 
 
 class UpdatesByHand:
@@ -136,16 +136,17 @@ def _sum(a: Value, b: Value) -> Value:
 
 def _reduced(tap: Tap) -> list[Value]:
     """The gradients of all ranks and of all iterations, as their mean. They are not known of ranks that take gradients of losses
-    of their own, unless `jax.lax.pmean` has got them: the script may add or average them later."""
+    of their own, unless JAX's `pmean` has got them: the script may add or average them later."""
     _, shapes, _, _, averaged = tap.about
     grads: Sequence[Value] = tap.values["grads"] or (Value(None),) * len(shapes)
-    is_of_all = _is_alike(tap.values["loss"])
+    is_of_rank = [value.by_rank and i not in averaged and not is_gone(value.array) for i, value in enumerate(grads)]
+    is_of_all = not any(is_of_rank) or _is_alike(tap.values["loss"])
     found = []
     for i, (value, shape) in enumerate(zip(grads, shapes, strict=True)):
         lead = int(value.by_rank)
         # Vmaps and scans around the gradient have dims between those of ranks and of the parameter.
         axes = tuple(range(lead, np.ndim(value.array) - len(shape)))
-        is_mean = not value.by_rank or i in averaged or (is_of_all and _is_alike(value))
+        is_mean = not is_of_rank[i] or (is_of_all and _is_alike(value))
         if is_gone(value.array) or not is_mean or value.array.shape[lead + len(axes) :] != shape:
             found.append(Value(None))
         else:
@@ -177,7 +178,7 @@ def like_params(arguments: Any, params: Mapping[int, str]) -> set[int]:
 
 
 def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
-    """`jax.lax.pmean`, whose results are the gradients of all ranks if it gets those of one."""
+    """JAX's `pmean`, whose results are the gradients of all ranks if it gets those of one."""
     result = _pmean(x, axis_name, **options)
     collector = following()
     if collector is None or collector.in_loss:

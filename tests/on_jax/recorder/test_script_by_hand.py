@@ -233,7 +233,7 @@ REFUSED = {
     "two updates in a call": (_TWO_STEPS, "at values that it is given and at others"),
     "two models": (_TWO_MODELS, "both of which change"),
     "parameters made inside": (_MADE_INSIDE, "nothing was trained that can be followed"),
-    "optax later": (_OPTAX_LATER, "after the script had updated parameters without one"),
+    "optax later": (_OPTAX_LATER, "after the script had updated parameters without an optimizer"),
     "inputs alone": (_INPUTS, "nothing was trained that can be followed"),
 }
 """Scripts that cannot be recorded, each with an excerpt of its error message."""
