@@ -101,11 +101,23 @@ def differing_settings(a: Recording, b: Recording) -> tuple[Setting, ...]:
     stated += [(name, phase, *(r.manifest.settings.get(name) for r in (a, b))) for name, phase in _FREE.items()]
     found = [Setting(name, x, y, phase) for name, phase, x, y in stated if None not in (x, y) and not _are_one(x, y)]
     found += [setting for name, phase in _OF_GROUPS.items() if (setting := _of_parameters(a, b, name, phase))]
-    found += [later] if (later := _earlier_updates(a, b)) else []
+    found += [each for each in (_trained(a, b), _earlier_updates(a, b)) if each]
     scheduled = _rates(a, b)
     if scheduled is not None:
         found = [*scheduled, *(setting for setting in found if setting.name != "learning_rate")]
     return tuple(found)
+
+
+def _trained(a: Recording, b: Recording) -> Setting | None:
+    """The parameters that require gradients in one recording alone when it begins. They may have none until later, or none."""
+    of_a, of_b = ({name for name, spec in each.manifest.params.items() if spec.requires_grad} for each in (a, b))
+    common = a.manifest.params.keys() & b.manifest.params.keys()
+    if not (apart := [name for name in a.manifest.params if name in common & (of_a ^ of_b)]):
+        return None
+    x, y = apart[0] in of_a, apart[0] in of_b
+    some = f"requires_grad of {len(apart)} of {len(common)} parameters (first {apart[0]!r})"
+    first, second = labels(a, b)
+    return Setting("requires_grad", x, y, FORWARD, text=f"{some} differs: {x} in {first}, {y} in {second}")
 
 
 def _earlier_updates(a: Recording, b: Recording) -> Setting | None:
@@ -274,11 +286,8 @@ def _reasons(a: Recording, b: Recording) -> Iterator[str]:
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs:
             yield f"parameter {name!r} is only in {first if name in ours else second}"
-        else:
-            for field in ("shape", "requires_grad"):
-                x, y = getattr(ours[name], field), getattr(theirs[name], field)
-                if x != y:
-                    yield f"parameter {name!r} has {field} {x!r} in {first}, {y!r} in {second}"
+        elif (x := ours[name].shape) != (y := theirs[name].shape):
+            yield f"parameter {name!r} has shape {x!r} in {first}, {y!r} in {second}"
     if a.manifest.world_size != b.manifest.world_size:
         for recording, label in ((a, first), (b, second)):
             if found := recording.manifest.settings.get(PER_RANK):

@@ -437,12 +437,16 @@ def test_a_parameter_that_only_the_second_has(tmp_path, monkeypatch):
         assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(reason)
 
 
-def test_a_parameter_that_one_side_freezes_is_incomparable(tmp_path):
-    found = compare(*pair(tmp_path, synthetic.manifest(kind="per_param"), other_specs("block", requires_grad=False)))
-    assert found.verdict is Verdict.INCOMPARABLE
-    assert found.reason == "; ".join(
-        f"parameter {name!r} has requires_grad True in a, False in b" for name in ("block.w", "block.k_bias")
-    )
+def test_a_parameter_that_one_side_freezes_explains_a_difference(tmp_path):
+    """If nothing differs, it had no gradient while it was not frozen."""
+    frozen = other_specs("block", requires_grad=False)
+    found = compare(*pair(tmp_path / "equal", synthetic.manifest(kind="per_param"), frozen))
+    stated = "requires_grad of 2 of 4 parameters (first 'block.w') differs: True in a, False in b"
+    assert found.verdict is Verdict.EQUAL and found.settings == (stated,)
+    a = synthetic.record(tmp_path / "a", synthetic.manifest(kind="per_param"))
+    b = synthetic.record(tmp_path / "b", frozen, tamper=only("update", "block.w", lambda array: array + 0.5))
+    found = compare(a, b)
+    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(f"{stated}; from the numbers alone: at step 0")
 
 
 def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):

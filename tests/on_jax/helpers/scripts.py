@@ -654,7 +654,7 @@ REFUSED = {
     "not_used": (_NOT_USED, "no optimizer of optax updated them"),
     "two_models": (_TWO_MODELS, "more than one model"),
     "other_axes": (_OTHER_AXES, "jax.pmap of several processes, inside jax.jit, or with axes other than 0"),
-    "ensemble": (_ENSEMBLE, "or with parameters among its arguments"),
+    "ensemble": (_ENSEMBLE, "or of parameters by other dims than the first"),
     "updated_twice": (_UPDATED_TWICE, "made updates twice"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
     "ahead_of_time": (_STATIC_AHEAD_OF_TIME, "was compiled ahead of time"),
