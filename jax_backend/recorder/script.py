@@ -194,9 +194,8 @@ class ScriptRecorder:
         return (
             f"an optimizer of optax was used inside a function whose values cannot leave it ({', '.join(sorted(self._hidden))} "
             "inside jax.lax.cond, while_loop, jax.checkpoint, a fori_loop with bounds that are no numbers, a jax.vmap outside of "
-            "jax.jit or of parameters by other dims than the first, or a jax.pmap of several processes, inside jax.jit, or with axes "
-            "other than 0 and None); move it out of there "
-            f"(jax.lax.scan is followed), or {USE_RECORDER}"
+            "jax.jit or of parameters by other dims than the first, or a jax.pmap of several processes, inside jax.jit, or with "
+            f"axes other than 0 and None); move it out of there (jax.lax.scan is followed), or {USE_RECORDER}"
         )
 
     # The script calls

@@ -446,7 +446,9 @@ def test_a_parameter_that_one_side_freezes_explains_a_difference(tmp_path):
     a = synthetic.record(tmp_path / "a", synthetic.manifest(kind="per_param"))
     b = synthetic.record(tmp_path / "b", frozen, tamper=only("update", "block.w", lambda array: array + 0.5))
     found = compare(a, b)
-    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(f"{stated}; from the numbers alone: at step 0")
+    assert found.verdict is Verdict.INCOMPARABLE and found.reason.startswith(
+        f"{stated}; from the numbers alone: at step 0"
+    )
 
 
 def test_a_parameter_without_elements_is_not_compared(tmp_path, monkeypatch):
