@@ -234,11 +234,10 @@ def _compare_ranks(
     else:
         verdict, reason = conclude_by_bounds(pair, findings, where, narrower)
     directions = limits.directions(dtype) if limits and verdict in UNDECIDED else None
-    evidence = None
-    if bitwise is not False or verdict is Verdict.BUG:
+    evidence = evidence_from_cause(pair, findings, bits, verdict, names)
+    if evidence is None and (bitwise is not False or verdict is Verdict.BUG):
         strict = bitwise is True
         evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=limits is not None, strict=strict)
-    evidence = evidence or evidence_from_cause(pair, findings, bits, verdict, names)
     evidence = evidence or evidence_from_direction(pair, findings, directions, limits, where, names)
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis

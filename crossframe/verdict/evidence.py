@@ -71,7 +71,7 @@ def evidence_from_bits(
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
     if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, first, bits):
         return None
-    size = "more than any known bound on rounding" if first.beyond else "as little as rounding"
+    size = "more than any known bound on rounding" if first.beyond else "within its bound"
     before = "everything recorded" if unseen(pair, where) else "everything"
     reason = (
         f"a different computation took place: at step {q.step} the {describe_quantity(first)} differs by "
@@ -172,9 +172,10 @@ def evidence_from_cause(
     diagnosis = diagnose(pair, first, where, _few_roundings)
     if diagnosis is None or diagnosis.signature not in _REPEATED:
         return None
+    size = "more than its bound" if first.beyond else "within its bound"
     reason = (
         f"at step {where.step} the {describe_quantity(first)} differs by {first.difference:.1e} between {names[0]} and "
-        f"{names[1]}, as little as rounding, but everything before it is bitwise equal, and {diagnosis.evidence.rstrip('.')}"
+        f"{names[1]}, {size}, but everything before it is bitwise equal, and {diagnosis.evidence.rstrip('.')}"
     )
     return Evidence(Verdict.BUG, first, where, diagnosis, reason)
 

@@ -11,7 +11,7 @@ from crossframe.recording.event_format import perturbed_run_folder
 from crossframe.recording.known_settings import COMMAND
 from crossframe.recording.program import PROGRAM
 from crossframe.report.sentences import headline
-from crossframe.verdict import Verdict, compare
+from crossframe.verdict import Verdict, compare, evidence
 from crossframe.verdict.evidence import is_few_roundings
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
@@ -41,11 +41,11 @@ def nudged(phase, name, step=0):
 
 @pytest.fixture
 def pair(tmp_path):
-    def record(tamper=None, *, first=None, second=None, perturbed_runs=0):
+    def record(tamper=None, *, first=None, second=None, perturbed_runs=0, spread=1e-3):
         second = second or made(source="2")
         a = synthetic.record(tmp_path / "a", first or made())
         for i in range(1, perturbed_runs + 1):
-            synthetic.record(a.directory / perturbed_run_folder(i), first or made(), tamper=jitter(i, 1e-3))
+            synthetic.record(a.directory / perturbed_run_folder(i), first or made(), tamper=jitter(i, spread))
         return a, synthetic.record(tmp_path / "b", second, tamper=tamper)
 
     return record
@@ -65,6 +65,20 @@ def test_what_exceeds_its_bound_after_equal_steps_is_a_bug(pair, factor, verdict
     found = compare(*pair(scaled("reduce", "embed", factor, step=1)))
     assert found.verdict is verdict, found.reason
     assert found.first_divergence and (found.first_divergence.step, found.first_divergence.phase) == (1, "reduce")
+
+
+def test_a_reproduced_cause_is_a_bug_within_a_wide_spread(pair, monkeypatch):
+    """Two perturbed runs that are far apart allow any gradient; that of one rank alone is no rounding all the same."""
+    monkeypatch.setattr(evidence, "_LEAST_ELEMENTS", 12)  # of embed
+    samples = range(0, synthetic.SAMPLES, 2)
+    alone = np.mean([synthetic.sample_grad(0, each, "embed") for each in samples], axis=0).astype(np.float32)
+    a, b = pair(synthetic.only("reduce", "embed", lambda array: alone), perturbed_runs=2, spread=0.1)
+    found = compare(a, b)
+    assert not any(each.beyond for each in found.judged)
+    assert found.verdict is Verdict.BUG and found.diagnosis and found.diagnosis.signature == "missing_rank", (
+        found.reason
+    )
+    assert found.first_divergence and found.first_divergence.phase == "reduce"
 
 
 def test_a_difference_after_steps_without_tensors_says_where_it_may_have_begun(tmp_path):
@@ -135,7 +149,7 @@ def test_other_bits_in_one_program_are_no_rounding_if_bits_are_asked_for(pair):
     found = compare(*pair(nudged("output", "block")), bitwise=True)
     assert found.first_divergence and found.first_divergence.module == "block"
     assert found.verdict is Verdict.DIFFERENT
-    assert "as little as rounding" in found.reason and "--repeat" in found.reason
+    assert "within its bound" in found.reason and "--repeat" in found.reason
     assert (where := found.first_divergence) is not None
     assert (where.step, where.phase, where.event, where.unit, where.start, where.stop) == (
         0,
