@@ -89,11 +89,12 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
     framework = framework_of(command.script, None, command.nproc_per_node, is_module=command.is_module, command="check")
     options = {
         "directory": str(directory.resolve()),
+        "is_module": command.is_module,
         "every": MAX_STEPS,
         "dense": 0,
         "windows": (),
         "stop_after": STEPS if steps is None else steps,
-    } | ({"is_module": True} if command.is_module else {})
+    }
 
     def program(options: dict[str, Any]) -> list[str]:
         return script_command(framework, command.script, command.arguments, options, command.nproc_per_node)

@@ -245,9 +245,7 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
-        recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
-        if is_module:
-            recorder["is_module"] = True
+        recorder: dict[str, Any] = {"directory": str(output), "is_module": is_module, "windows": [], "overwrite": True}
         if FORWARD_OPTION in options:
             recorder["forward_only"] = True
         if idle := idle_in(options):

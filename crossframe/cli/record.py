@@ -130,6 +130,7 @@ def record_script(
     for perturbed_run in range(first, perturbed_runs + 1):
         options: dict[str, Any] = {
             "directory": str(directory.resolve()),
+            "is_module": is_module,
             "every": every,
             "dense": dense,
             "windows": windows,
@@ -138,7 +139,6 @@ def record_script(
             "stop_after": stop_after,
             "overwrite": overwrite or perturbed_run > 0,
         } | ({"forward_only": True} if forward else {})
-        options |= {"is_module": True} if is_module else {}
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -175,7 +176,8 @@ def _takes_rate(maker: Callable) -> bool:
 
 def _is_same_model(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether two trees of parameters are of one model, whole or divided over devices: some have a dim that is larger by a factor
-    that all these have, and that divides the number of devices. An actor and a critic may differ like this in their heads."""
+    that all these have, and that divides the number of devices; most elements are in these. An actor and a critic may differ like
+    this in their heads."""
     if sorted(a.values()) == sorted(b.values()):
         return True
     if a.keys() != b.keys() or any(len(a[name]) != len(b[name]) for name in a):
@@ -183,6 +185,8 @@ def _is_same_model(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, 
     apart = [[(x, y) for x, y in zip(a[name], b[name], strict=True) if x != y] for name in a]
     factors = {max(x, y) / min(x, y) if min(x, y) else 0.0 for dims in apart for x, y in dims}
     are_divided = all(each and jax.device_count() % each == 0 for each in factors)
+    most = sum(math.prod(a[name]) for name, dims in zip(a, apart, strict=True) if dims)
+    are_divided &= 2 * most > sum(map(math.prod, a.values()))
     return all(len(dims) < 2 for dims in apart) and len(factors) == 1 and are_divided
 
 

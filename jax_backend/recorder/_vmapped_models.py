@@ -58,7 +58,8 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
         session = root().session  # type: ignore[union-attr]
         if _trains_arguments(packed):
             given, returned = _mapped_leaves((args, kwargs), (in_axes, 0)), _mapped_leaves(result, out_axes)
-            if given is not None and returned is not None:
+            has_scans = any(tap.scans for tap in packed.taps)  # whose dim comes after that of members
+            if given is not None and returned is not None and not has_scans:
                 collector.add(_of_ensemble(unpacked(packed, (args, kwargs), result), given[0].shape[0]))
             else:
                 session.hidden("update")
@@ -132,7 +133,7 @@ def _of_ensemble(taps: Sequence[Tap], members: int) -> list[Tap]:
 
 
 def _first_number(value: Value) -> Value:
-    """The first of integers, of which each member has one."""
+    """The value of the first member, if each member has an integer."""
     is_integer = hasattr(value.array, "dtype") and jnp.issubdtype(value.array.dtype, jnp.integer)
     return replace(value, array=value.array[0]) if is_integer and value.array.ndim == 1 else value
 

@@ -192,7 +192,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's original class, without the FSDP prefix of fully_shard, and not TorchScript's."""
+    """The name of a module's original class, before fully_shard or TorchScript gave it another one."""
     if isinstance(module, torch.jit.ScriptModule):
         return module.original_name
     for cls in type(module).__mro__:

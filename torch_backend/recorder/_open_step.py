@@ -178,9 +178,9 @@ def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     return bool(inner) and set(map(id, params_of(optimizer))) <= set().union(*inner)
 
 
-def has_for_a_share(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has another one for some of its parameters, as ZeroRedundancyOptimizer has for those of a rank."""
-    return not is_wrapper(optimizer) and any(each is other for each in inner_optimizers(optimizer))
+def is_inner_optimizer(optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer has this one for some of its parameters, as ZeroRedundancyOptimizer has for those of a rank."""
+    return not is_wrapper(outer) and any(each is optimizer for each in inner_optimizers(outer))
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

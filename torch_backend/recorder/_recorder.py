@@ -27,7 +27,7 @@ from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
 from torch_backend.recorder._module_hooks import Sink, Watch, quietly
 from torch_backend.recorder._module_tree import without_fabric
-from torch_backend.recorder._open_step import OpenStep, PendingSteps, has_for_a_share, is_wrapper, params_of
+from torch_backend.recorder._open_step import OpenStep, PendingSteps, is_inner_optimizer, is_wrapper, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter
@@ -467,7 +467,9 @@ class Recorder(Listener):
         with quietly():
             self._begun()
             if self._has_any(params_of(optimizer)):
-                is_further = not self._are_given or any(has_for_a_share(each, optimizer) for each in self._optimizers)
+                is_further = not self._are_given or any(
+                    is_inner_optimizer(optimizer, each) for each in self._optimizers
+                )
                 if is_further and not is_wrapper(optimizer):
                     self.follow(optimizer)
                 for part in self._parts:

@@ -12,9 +12,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException
 
+from crossframe.errors import UsageError
 from crossframe.replacing import replacing
-from crossframe.scripts import ScriptRecorder, flush_files, run_recorded
+from crossframe.scripts import NOT_RECORDED, ScriptRecorder, flush_files, run_recorded
 
 # torch.multiprocessing has a function of this name.
 _spawn = import_module("torch.multiprocessing.spawn")
@@ -39,12 +41,18 @@ class RecordedProcess:
 
 
 @contextmanager
-def recorded_processes(recorder: Callable[[], Callable[[], ScriptRecorder] | None]) -> Iterator[None]:
-    """A context in which processes of `torch.multiprocessing` are recorded, but for those that are forked: they have whatever
-    records the script.
+def recorded_processes(
+    recorder: Callable[[], Callable[[], ScriptRecorder] | None],
+    ended: Callable[[], None],
+    forget: Callable[[], None],
+) -> Iterator[None]:
+    """A context in which processes that `torch.multiprocessing.spawn` or `start_processes` starts are recorded, unless they are
+    forked.
 
     Args:
         recorder: returns what makes the recorder of a process; None: the process is not recorded.
+        ended: called when processes that the script waits for have ended.
+        forget: called in a forked process, which has a copy of the recorder of this one: stops it.
     """
     own = _spawn.start_processes
 
@@ -57,15 +65,25 @@ def recorded_processes(recorder: Callable[[], Callable[[], ScriptRecorder] | Non
         daemon: bool = False,
         start_method: str = "spawn",
     ) -> Any:
-        made = None if start_method == "fork" else recorder()
-        return own(
-            fn if made is None else RecordedProcess(fn, made),
-            args,
-            nprocs,
-            join=join,
-            daemon=daemon,
-            start_method=start_method,
-        )
+        options: dict[str, Any] = {"join": join, "daemon": daemon, "start_method": start_method}
+        if start_method == "fork":
+
+            def forked(*args: Any) -> None:
+                forget()
+                fn(*args)
+
+            return own(forked, args, nprocs, **options)
+        if (made := recorder()) is None:
+            return own(fn, args, nprocs, **options)
+        try:
+            context = own(RecordedProcess(fn, made), args, nprocs, **options)
+        except ProcessExitedException as error:
+            if error.exit_code == NOT_RECORDED:
+                raise UsageError("a process that the script started was not recorded, as it says above") from None
+            raise
+        if join:
+            ended()
+        return context
 
     with ExitStack() as stack:
         for module in (_spawn, torch.multiprocessing):

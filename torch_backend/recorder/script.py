@@ -75,6 +75,7 @@ class ScriptRecorder:
         stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
         idle_optimizers: numbers of optimizers, in the order in which they are made, that the script does not use.
         is_started: whether the script has started this process, which may train nothing.
+        manifest_before: of a started process, what `_manifest_in` had returned before the script started any.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ScriptRecorder:
         stop_after: int | None = None,
         idle_optimizers: Sequence[int] = (),
         is_started: bool = False,
+        manifest_before: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
         self._in_process = partial(
@@ -94,7 +96,7 @@ class ScriptRecorder:
             is_started=True,
             **options,
         )
-        self._may_train_nothing, self._has_started = is_started, False
+        self._is_started, self._has_started, self._manifest_before = is_started, False, manifest_before
         self._directory, self._options, self._stop_after = directory, options, stop_after
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
@@ -134,7 +136,8 @@ class ScriptRecorder:
                 stack.enter_context(replacing(Optimizer, "__init__", self._noting(Optimizer.__init__)))
                 stack.callback(register_optimizer_step_pre_hook(self._begins_step).remove)
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
-            stack.enter_context(recorded_processes(self._starting))
+            processes = recorded_processes(self._starting, self._ended, self._whole_run.close)
+            stack.enter_context(processes)
             stack.enter_context(self._until_found)
             if not self._forward_only:
                 stack.enter_context(pipelines(self._schedule, self._losses.extend))
@@ -160,13 +163,13 @@ class ScriptRecorder:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
             self._recorder.__exit__(type(error) if error else None, error, None)
-        elif error is None and not (self._may_train_nothing or self._has_trained_elsewhere):
+        elif error is None and not self._has_trained_elsewhere and (self._num_strange_steps or not self._is_started):
             raise UsageError(self._why_nothing())
 
     @property
     def _has_trained_elsewhere(self) -> bool:
         """Whether processes that the script has started are recorded."""
-        return self._has_started and (Path(self._directory) / MANIFEST_NAME).exists()
+        return self._has_started and _manifest_in(self._directory) not in (None, self._manifest_before)
 
     def _why_nothing(self) -> str:
         if self._forward_only:
@@ -191,8 +194,15 @@ class ScriptRecorder:
         """What makes the recorder of a process that the script is about to start; None if this one trains."""
         if self._recorder is not None:
             return None
+        if not self._has_started and not self._is_started:
+            self._manifest_before = _manifest_in(self._directory)
         self._has_started = True
-        return self._in_process
+        return partial(self._in_process, manifest_before=self._manifest_before)
+
+    def _ended(self) -> None:
+        """Processes that the script has started have ended."""
+        if self._stop_after is not None and self._has_trained_elsewhere:
+            raise SystemExit
 
     def _with_own_keys(self, own: Any) -> Any:
         """Where torchrun started the command, its store still has the keys of the runs before this one."""
@@ -300,6 +310,11 @@ class ScriptRecorder:
             options["in_parts"] = True
         if not (mine or (self._forward_only and own)):
             return
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        if self._is_started and is_first_rank and _manifest_in(self._directory) not in (None, self._manifest_before):
+            raise UsageError(
+                f"processes that the script has started train separately, or one after another; {_USE_RECORDER}"
+            )
         self._params, self._optimizers = own, mine
         if self._sequences is not None:
             options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
@@ -436,6 +451,15 @@ class ScriptRecorder:
                 f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"
             )
+
+
+def _manifest_in(directory: str | Path) -> tuple[int, int] | None:
+    """Tells the manifest in a directory from an earlier one; None if there is none."""
+    try:
+        found = (Path(directory) / MANIFEST_NAME).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _modules_in_calls() -> frozenset[int]:

@@ -293,4 +293,4 @@ def test_commands_are_parsed():
     assert parse(str(found)) == TrainingCommand.parse(found.words(), command="check") == found
     assert parse("python3.11 t.py").nproc_per_node is None
     with pytest.raises(UsageError, match="check: expected a training command"):
-        parse("python -m train")
+        parse("python -m")

@@ -625,6 +625,24 @@ params = step(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf], -1), params), ba
 raise AssertionError("refused too late")
 """
 )
+_ENSEMBLE_IN_A_SCAN = (
+    FUNCTIONS
+    + """
+tx = optax.adam(0.1)
+images, labels = (jnp.stack([batch[name] for batch in batches]) for name in ("image", "label"))
+@jax.jit
+@jax.vmap
+def train(params, opt_state):
+    def step(carry, batch):
+        params, opt_state = carry
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, *batch), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+    return jax.lax.scan(step, (params, opt_state), (images, labels))[0]
+members = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+train(members, jax.vmap(tx.init)(members))
+raise AssertionError("refused too late")
+"""
+)
 _UPDATED_TWICE = (
     FUNCTIONS
     + """
@@ -654,6 +672,7 @@ REFUSED = {
     "not_used": (_NOT_USED, "no optimizer of optax updated them"),
     "two_models": (_TWO_MODELS, "more than one model"),
     "other_axes": (_OTHER_AXES, "jax.pmap of several processes, inside jax.jit, or with axes other than 0"),
+    "ensemble_in_a_scan": (_ENSEMBLE_IN_A_SCAN, "whose values cannot leave it"),
     "ensemble": (_ENSEMBLE, "or of parameters by other dims than the first"),
     "updated_twice": (_UPDATED_TWICE, "made updates twice"),
     "no_gradient": (_NO_GRADIENT, "no gradient was taken"),

@@ -240,6 +240,15 @@ def test_a_model_that_is_never_trained_costs_no_step(tmp_path, run, number):
         np.testing.assert_array_equal(found.full("update", step, "out.w"), wanted)
 
 
+def test_an_actor_and_a_critic_with_other_heads_are_two_models(monkeypatch):
+    """On two devices too, although the head of one is twice that of the other."""
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    noted = Noted()
+    for outputs in (2, 1):
+        noted.initialised({"w": np.zeros((4, 8)), "head": np.zeros((8, outputs))})
+    assert noted.num_models == 2
+
+
 def test_a_model_and_its_shards_are_one_model():
     whole = {"k": (8, 4), "b": (4,), "v": (4, 6)}
     noted = Noted()

@@ -6,6 +6,7 @@ import pytest
 
 from crossframe.cli.record import script_command
 from crossframe.recording import Recording
+from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
 from tests.on_torch.helpers.recorded_scripts import HEAD
 
@@ -52,13 +53,23 @@ TRAINS_ITSELF = """
 """
 
 
+AGAIN = (
+    STARTS
+    + """
+        if "--again" in sys.argv:
+            mp.spawn(train, (f"{folder}/another",), nprocs=2)
+    assert "--stops" not in sys.argv, "what rank 0 saves at the end is not there"
+"""
+)
+
+
 @pytest.fixture
 def record(tmp_path):
     """Record a script by the process of the command, into a folder of tmp_path."""
 
-    def record(name, text, *arguments, ranks=None):
+    def record(name, text, *arguments, ranks=None, **options):
         (tmp_path / "script.py").write_text(HEAD + text)
-        options = {"directory": str(tmp_path / name), "every": 2, "dense": 1, "windows": []}
+        options = {"directory": str(tmp_path / name), "every": 2, "dense": 1, "windows": []} | options
         command = script_command("torch", tmp_path / "script.py", arguments, options, ranks)
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
@@ -79,6 +90,25 @@ def test_processes_that_a_script_spawns_are_ranks(record, tmp_path):
 def test_a_spawned_process_that_fails_fails_the_script(record, tmp_path):
     failed = record("out", TRAIN + STARTS, "--fail")
     assert failed.returncode == 1 and "KeyError: 'mine'" in failed.stderr, failed.stderr
+
+
+def test_a_script_that_spawns_training_twice_is_refused(record, tmp_path):
+    """Even if it may replace a recording: each training would replace that of the one before."""
+    assert record("out", TRAIN + AGAIN, overwrite=True).returncode == 0
+    again = record("out", TRAIN + AGAIN, "--again", overwrite=True)
+    assert again.returncode == NOT_RECORDED
+    assert "processes that the script has started train separately, or one after another" in again.stderr
+
+
+def test_a_script_whose_spawned_ranks_stop_early_ends_there(record, tmp_path):
+    stopped = record("out", TRAIN + AGAIN, "--stops", stop_after=1)
+    assert stopped.returncode == 0 and Recording.open(tmp_path / "out").num_steps == 1, stopped.stderr
+
+
+def test_a_recording_that_nothing_replaces_is_no_success(record):
+    assert record("out", COUNTS + TRAINS_ITSELF).returncode == 0
+    nothing = record("out", COUNTS, overwrite=True)
+    assert nothing.returncode == NOT_RECORDED and "nothing was trained in this process" in nothing.stderr
 
 
 def test_spawned_processes_may_train_nothing(record, tmp_path):
