@@ -196,6 +196,9 @@ class Watch:
         self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
         # The part or wrapper that the script has called and that has not ended.
         self._outermost: nn.Module | None = None
+        # The layers of wrappers that the script called in forwards since the last backward, and in those before it.
+        self._layers: set[nn.Module] = set()
+        self._trained_layers: set[nn.Module] = set()
         # Whether all inputs of a forward were computed from the model.
         self._has_no_batch = False
         self.is_dense = False
@@ -205,7 +208,8 @@ class Watch:
         self._own = self._around(self._root, "")
         self._called = _called(model, in_parts=in_parts)
         begins = self._part_begins
-        if self._called == [model]:
+        self._calls_layers = self._called == [model]
+        if self._calls_layers:
             # The script may call what a wrapper contains, or wrap it again.
             layers = [place.module for place in named_modules(model) if not place.name and not place.compiled]
             self._called, begins = list(dict.fromkeys((model, *layers))), self._layer_begins
@@ -237,7 +241,7 @@ class Watch:
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
         self._withheld, self._awaits_backward, self._has_no_batch = None, False, False
-        self._updated, self._of_turn = set(), set()
+        self._updated, self._of_turn, self._layers = set(), set(), set()
         if collects or is_dense:
             observers.append(self._engine)
         if is_dense:
@@ -389,10 +393,13 @@ class Watch:
             self._trains_in = model.training
         self._sink.forward_begins()
         self._withdraw()
-        # In the other mode: an evaluation, which forgot no_grad, unless backward follows.
-        is_other = model.training != self._trains_in and not self._every_call
+        # In the other mode, or past a wrapper: an evaluation, which forgot no_grad, unless backward follows.
+        is_past = bool(self._trained_layers) and model not in self._trained_layers and not self._awaits_backward
+        is_other = (model.training != self._trains_in or is_past) and not self._every_call
         if is_other and self._awaits_backward:
             return
+        if self._calls_layers:
+            self._layers = {*self._layers, model} if not is_other else {model}
         if is_other:
             self._withheld, self._before = [], (set(self._reported), set(self._seen))
         self._inside, self._awaits_backward = True, not is_other
@@ -439,6 +446,8 @@ class Watch:
             if self.is_dense:
                 self._enter(self._root)
         self._awaits_backward = False
+        self._trained_layers |= self._layers
+        self._layers = set()
         withheld, self._withheld = self._withheld, None
         for function, args in withheld or ():
             function(*args)
@@ -446,7 +455,7 @@ class Watch:
     def _withdraw(self) -> None:
         """Drop the reports of the last forward if no backward followed: it was an evaluation."""
         if self._withheld is not None:
-            self._withheld = None
+            self._withheld, self._layers = None, set()
             self.microbatches -= 1
             self._reported, self._seen = self._before
 

@@ -371,15 +371,18 @@ def test_a_mean_over_targets_is_told_from_one_of_the_means_of_microbatches(tmp_p
     assert f"whole averages over all terms, {text}" in found.diagnosis.evidence
 
 
-def _wrapped_in_turn(rank, world_size, directory, rewraps):
-    """The second step wraps the model again; the third calls it without its wrapper, and averages gradients itself."""
+def _wrapped_in_turn(rank, world_size, directory, way):
+    """With "again", the second step wraps the model again, and the third calls it without its wrapper and averages gradients
+    itself. With "evaluated", the model is also called without its wrapper, with gradients that nothing uses."""
     torch.manual_seed(0)
     model = Net()
     first = wrapped = nn.parallel.DistributedDataParallel(model)
     with Recorder(directory, model=first, dense=3, every=1) as recorder:
         for step in range(3):
             (tokens,) = batches(step, rank, world_size)
-            if rewraps and step:
+            if way == "evaluated" and step:
+                model(tokens[:1, :-1])
+            if way == "again" and step:
                 wrapped = nn.parallel.DistributedDataParallel(model) if step == 1 else model
             nn.functional.cross_entropy(wrapped(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             for param in model.parameters() if wrapped is model else ():
@@ -390,12 +393,13 @@ def _wrapped_in_turn(rank, world_size, directory, rewraps):
 
 
 def test_a_model_may_be_wrapped_again_or_called_without_its_wrapper(ranks, tmp_path):
-    for name in ("once", "again"):
-        ranks.run(2, _wrapped_in_turn, str(tmp_path / name), name == "again")
-    once, again = (Recording.open(tmp_path / name) for name in ("once", "again"))
-    assert all(len(once.activations(step)) == len(again.activations(step)) > 2 for step in range(3))
-    found = compare(once, again)
-    assert found.verdict in FINE, found.reason
+    for name in ("once", "again", "evaluated"):
+        ranks.run(2, _wrapped_in_turn, str(tmp_path / name), name)
+    once, *others = (Recording.open(tmp_path / name) for name in ("once", "again", "evaluated"))
+    for other in others:
+        assert all(len(once.activations(step)) == len(other.activations(step)) > 2 for step in range(3))
+        found = compare(once, other)
+        assert found.verdict in FINE, found.reason
 
 
 def _with_divided_state(rank, world_size, directory, divides, detail):
