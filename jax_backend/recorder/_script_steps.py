@@ -152,14 +152,25 @@ class Steps:
         self._record_ended()
         return self.constants.others(arrays)
 
-    def begin_gradient(self, params: Mapping[str, Value]) -> None:
-        """A gradient is about to be taken at these parameters, before what the step is given may be donated."""
-        if self.are_by_hand and (tree := self._by_hand.before(params)) is not None:
-            if self._by_hand.is_of_params(tree, [*params.values()]):
-                self._update_by_hand(tree)
-            else:
-                self._gradients = [each for each in self._gradients if each.tap.about[:2] != tree]
+    def begin_gradient(self, params: Mapping[str, Value], function: Any) -> None:
+        """A gradient is about to be taken at these parameters, before what the step is given may be donated.
+
+        Args:
+            function: the one that takes it. Hashable.
+        """
+        if self.are_by_hand:
+            if (tree := self._by_hand.changed(params)) is not None:
+                if self._by_hand.is_of_params(tree, [*params.values()]):
+                    self._update_by_hand(tree)
+                else:
+                    self._gradients = [each for each in self._gradients if each.tap.about[:2] != tree]
+            self._by_hand.begin(params, function)
         self._begin_gradient(params)
+
+    def note_returned(self, values: Sequence[Value]) -> None:
+        """The function that has taken the last gradients has returned these arrays."""
+        if self.are_by_hand:
+            self._by_hand.note_returned(values)
 
     def _update_by_hand(self, tree: Tree) -> None:
         """The script has updated these parameters without an optimizer."""
@@ -271,8 +282,10 @@ class Steps:
             returned: what the last step returned where the steps before it returned the next parameters.
         """
         tree = self._by_hand.params
-        if self.are_by_hand and tree is not None and any(each.tap.about[:2] == tree for each in self._gradients):
-            self._update_by_hand(tree)
+        if self.are_by_hand and tree is not None:
+            returned = self._by_hand.returned()
+            if self._by_hand.is_step() and any(each.tap.about[:2] == tree for each in self._gradients):
+                self._update_by_hand(tree)
         self._close_updates()
         if not self.constants.are_known:
             self.constants.end()

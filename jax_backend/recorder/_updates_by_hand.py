@@ -7,11 +7,16 @@ state are unknown. Gradients of other arrays are left out: those of a single arr
 gradients of a pytree too, and those of an array of numpy, which a batch is and an updated parameter is not. Two sets of changing
 arrays are refused, since it is not known which of them is the model.
 
+[Note: two models of one shape] Gradients of two models of the same names and shapes look like those of one that changes. An
+update makes new arrays, and a function that has returned the next parameters returns them at each step. So the script is refused
+where a gradient is taken at arrays that were there before the last gradient, or at others than the step has returned.
+
 A body of a scan shows its updates: the parameters are what the scan carries, so each iteration has the taps of an optimizer.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,11 +41,38 @@ _OF_NNX = "states.0."
 """What precedes the names of parameters in the pytree that `nnx.grad` makes of a module."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call of a function that takes a gradient, with the arrays that it has returned, which the script may free."""
+
+    function: Any
+    refs: Sequence[Callable[[], Any]] = ()
+
+    @property
+    def returned(self) -> list[Value]:
+        """The arrays that it has returned; None in the place of those that are gone."""
+        return [Value(ref()) for ref in self.refs]
+
+    def places(self, values: Sequence[Value]) -> list[int] | None:
+        """Where it has returned these arrays; None if it has not returned all of them."""
+        at = {id(value.array): i for i, value in enumerate(self.returned) if value.array is not None}
+        found = [at.get(id(value.array)) for value in values]
+        return None if None in found else [i for i in found if i is not None]
+
+
 class UpdatesByHand:
     """The gradients of a script since its last update, and the updates that they show."""
 
     def __init__(self) -> None:
         self.params: Tree | None = None
+        # Of each tree the calls that took its gradients since it has changed, and the arrays of its shapes before the first one.
+        self._calls: dict[Tree, list[_Call]] = {}
+        self._alive: dict[Tree, dict[int, Callable[[], Any]]] = {}
+        self._open: list[_Call] = []
+        self._returned: Sequence[Value] = ()
+        # Where a function returns the next parameters, and the functions that took a gradient at every step.
+        self._places: dict[tuple[Any, Tree], list[int]] = {}
+        self._usual: set[Any] | None = None
         self._has_pytrees = False
         self._unclear: set[Tree] = set()
         # Of each tree where its first gradient was taken since it has changed, and the sum of those since the last step.
@@ -61,18 +93,50 @@ class UpdatesByHand:
         self._grads[tree] = grads if sums is None else [_sum(*each) for each in zip(sums, grads, strict=True)]
         return replace(tap, values={**tap.values, "grads": ()})
 
-    def before(self, params: Mapping[str, Value]) -> Tree | None:
+    def changed(self, params: Mapping[str, Value]) -> Tree | None:
         """A gradient is about to be taken at these values; returns which arrays have changed since the last one, if any."""
-        shapes = (tuple(np.shape(value.array)[value.by_rank :]) for value in params.values())
-        tree = tuple(params), tuple(shapes)
+        tree = _tree_of(params)
         # Small arrays first, since the first difference is enough.
         pairs = sorted(
             zip(self._at.get(tree, ()), params.values(), strict=False), key=lambda pair: np.size(pair[1].array)
         )
-        if not any(_differ(a, b) for a, b in pairs):
-            return None
-        del self._at[tree]
-        return tree
+        return tree if any(_differ(a, b) for a, b in pairs) else None
+
+    def begin(self, params: Mapping[str, Value], function: Any) -> None:
+        """A gradient is about to be taken at these values.
+
+        Args:
+            function: the one that takes it. Hashable.
+        """
+        tree = _tree_of(params)
+        if tree not in self._at:
+            shapes = {np.shape(value.array) for value in params.values()}
+            self._alive[tree] = {id(each): weakref.ref(each) for each in jax.live_arrays() if each.shape in shapes}
+        self._open = [call for call in self._open if call.function is function]
+        self._open.append(_Call(function))
+        self._calls.setdefault(tree, []).append(self._open[-1])
+
+    def note_returned(self, values: Sequence[Value]) -> None:
+        """The function that has taken the last gradients has returned these arrays."""
+        for call in self._open:
+            call.refs = [weakref.ref(value.array) for value in values]
+        self._open, self._returned = [], values
+
+    def returned(self) -> dict[str, Value]:
+        """The next parameters, where the last step returned them as the steps before it did."""
+        if self.params is None:
+            return {}
+        call = next(reversed(self._calls.get(self.params, [])), None)
+        places = self._places.get((call.function, self.params)) if call is not None else None
+        if places is None or max(places) >= len(self._returned):
+            return {}
+        return {name: self._returned[i] for name, i in zip(self.params[0], places, strict=True)}
+
+    def is_step(self) -> bool:
+        """Whether the gradients at the end of a script are those of a step. If each step before has called a function that has
+        not been called since, they are an evaluation."""
+        functions = {call.function for call in self._calls.get(self.params, [])} if self.params is not None else set()
+        return not self._usual or bool(self._usual & functions)
 
     def is_of_params(self, tree: Tree, values: Sequence[Value]) -> bool:
         """Whether changed arrays are the parameters.
@@ -81,7 +145,8 @@ class UpdatesByHand:
             UsageError: other arrays are, or it is not known where they change.
         """
         if self._is_left_out(tree[0]) or any(isinstance(value.array, np.ndarray) for value in values):
-            self._grads.pop(tree, None)
+            for each in (self._at, self._grads, self._calls):
+                each.pop(tree, None)
             return False
         if self.params not in (None, tree):
             raise UsageError(
@@ -91,11 +156,46 @@ class UpdatesByHand:
         if tree in self._unclear:
             raise UsageError(
                 f"a function of the script takes gradients of {_named(tree)} at values that it is given and at others, so that "
-                "its updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or "
-                f"{USE_RECORDER}"
+                "its updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or, if these are two models "
+                f"of the same names and shapes, {USE_RECORDER}"
             )
+        self._check_is_one(tree, values)
         self.params = tree
         return True
+
+    def _check_is_one(self, tree: Tree, values: Sequence[Value]) -> None:
+        """Raise UsageError where the arrays are of two models ([Note: two models of one shape])."""
+        before, alive = self._at[tree], self._alive.get(tree, {})
+
+        def is_old(value: Value) -> bool:
+            return id(value.array) in alive and alive[id(value.array)]() is value.array
+
+        if any(is_old(value) and _differ(old, value) for old, value in zip(before, values, strict=True)):
+            raise UsageError(_two_models(tree, "at arrays that were there before the last gradient"))
+        calls = self._calls.get(tree, [])
+        for call in calls:
+            if (places := call.places(values)) is not None:
+                self._places[call.function, tree] = places
+                return
+        known = [(call, self._places[key]) for call in calls if (key := (call.function, tree)) in self._places]
+        same = any(
+            not any(
+                is_gone(call.returned[i].array) or _differ(call.returned[i], value)
+                for i, value in zip(places, values, strict=True)
+            )
+            for call, places in known
+            if max(places) < len(call.refs)
+        )
+        if known and not same:
+            raise UsageError(_two_models(tree, "at others than the last step has returned"))
+        returned = {id(value.array) for call in calls for value in call.returned}
+        found = {id(b.array) in returned for a, b in zip(before, values, strict=True) if _differ(a, b)}
+        if len(found) > 1 and not same:
+            raise UsageError(
+                f"gradients are taken of {_named(tree)}, and the step returns new values of some of these arrays, but not of "
+                "others that have changed, such as a batch: it is not known which are the parameters of the model; "
+                f"{USE_RECORDER}"
+            )
 
     def update(self, tree: Tree, number: int) -> Tap:
         """The update of an optimizer that gets the mean of the gradients.
@@ -107,7 +207,11 @@ class UpdatesByHand:
             value if value.array is None or number == 1 else replace(value, array=value.array / number)
             for value in self._grads[tree]
         ]
+        functions = {call.function for call in self._calls.get(tree, [])}
+        self._usual = functions if self._usual is None else self._usual & functions
         self._grads = {}
+        self._at.pop(tree, None)
+        self._calls.pop(tree, None)
         return _update(tree, grads)
 
     def _is_left_out(self, names: Sequence[str]) -> bool:
@@ -119,6 +223,17 @@ def _update(tree: Tree, grads: Sequence[Value]) -> Tap:
     names, shapes = tree
     values = {"grads": tuple(grads), "state": Value(None), "state_before": (), "before": (), "updates": ()}
     return Tap(UPDATE, (tuple(name.removeprefix(_OF_NNX) for name in names), shapes, None), values)
+
+
+def _tree_of(params: Mapping[str, Value]) -> Tree:
+    return tuple(params), tuple(tuple(np.shape(value.array)[value.by_rank :]) for value in params.values())
+
+
+def _two_models(tree: Tree, where: str) -> str:
+    return (
+        f"gradients are taken of {_named(tree)} {where}, and no optimizer of optax updates them: these may be two models of the "
+        f"same names and shapes, or copies of one, and it is not known which is trained; {USE_RECORDER}"
+    )
 
 
 def _named(tree: Tree | None) -> str:

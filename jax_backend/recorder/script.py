@@ -211,7 +211,7 @@ class ScriptRecorder:
         names = {i: name for params in plan.gradients for name, i in params.items()}
         here = {i: self._moved_by_hand(leaves[i], name) for i, name in names.items()}
         for params in plan.gradients:
-            self._begin_gradient({name: Value(here[i], i in plan.by_rank) for name, i in params.items()})
+            self._begin_gradient({name: Value(here[i], i in plan.by_rank) for name, i in params.items()}, jitted)
         self._note_moved((leaves[i], moved) for i, moved in here.items())
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only or self._is_by_hand):
             for i, name in plan.params.items():
@@ -248,6 +248,8 @@ class ScriptRecorder:
         returned = [Value(leaf, i in mapped) for i, leaf in enumerate(jax.tree.leaves(result))]
         if UPDATE in plan.kinds or self._is_by_hand:
             self._returned = tuple(returned)
+            if self._training is not None:
+                self._training.note_returned(self._returned)
         if state:  # which the next step may donate
             before = {path: Value(own_state[i], i in plan.by_rank) for path, (i, _) in state.items()}
             after = {path: replace(returned[j], array=copy(returned[j].array)) for path, (_, j) in state.items()}
@@ -291,7 +293,10 @@ class ScriptRecorder:
         self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
         here = [self._moved_by_hand(leaf, path_name(path)) for path, leaf in leaves]
-        self._begin_gradient({path_name(path): Value(moved) for (path, _), moved in zip(leaves, here, strict=True)})
+        params = {path_name(path): Value(moved) for (path, _), moved in zip(leaves, here, strict=True)}
+        self._begin_gradient(params, getattr(step.fun, "__code__", id(step.fun)))
+        if self._training is not None:
+            self._training.note_returned(())
         self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, here, strict=True))
         if self.perturbed_run and (self._steps.number == 0 or self._is_by_hand):
             for path, leaf in leaves:
@@ -407,13 +412,13 @@ class ScriptRecorder:
         self._steps.add(taps, batch, originals)
         self._stop_if_due()
 
-    def _begin_gradient(self, params: Mapping[str, Value]) -> None:
-        """A gradient is about to be taken at these parameters."""
+    def _begin_gradient(self, params: Mapping[str, Value], function: Any) -> None:
+        """A gradient is about to be taken at these parameters by a function."""
         if self._training is None:
             return
         at = {id(value.array): i for i, value in enumerate(self._returned)}
         self._places = {name: at[id(value.array)] for name, value in params.items() if id(value.array) in at}
-        self._training.begin_gradient(params)
+        self._training.begin_gradient(params, function)
         self._stop_if_due()
 
     def _begin_batch(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:

@@ -229,7 +229,46 @@ gradients = jax.jit(jax.grad(loss_fn, 1))
 for batch in batches:
     gradients(params, batch["image"], batch["label"])
 """
+_TWINS = """
+@jax.jit
+def update(params, batch):
+    return descend(params, jax.grad(loss_fn)(params, batch["image"], batch["label"]))
+other = jax.tree.map(lambda leaf: leaf + 0.1, params)
+for batch in batches:
+    params = update(params, batch)
+    other = update(other, batch)
+"""
+_EAGER_TWINS = """
+train = jax.jit(jax.grad(loss_fn))
+other = jax.tree.map(lambda leaf: leaf + 0.1, params)
+for batch in batches:
+    params = descend(params, train(params, batch["image"], batch["label"]))
+    other = descend(other, train(other, batch["image"], batch["label"]))
+"""
+_AVERAGE = """
+@jax.jit
+def update(params, batch):
+    return descend(params, jax.grad(loss_fn)(params, batch["image"], batch["label"]))
+average = params
+for batch in batches:
+    params = update(params, batch)
+    average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, average, params)
+jax.jit(jax.grad(loss_fn))(average, batch["image"], batch["label"])
+"""
+_TWINS_IN_A_CALL = """
+@jax.jit
+def update(params, other, batch):
+    grads = [jax.grad(loss_fn)(each, batch["image"], batch["label"]) for each in (params, other)]
+    return descend(params, grads[0]), descend(other, grads[1])
+other = jax.tree.map(lambda leaf: leaf + 0.1, params)
+for batch in batches:
+    params, other = update(params, other, batch)
+"""
 REFUSED = {
+    "two models of one shape": (_TWINS, "two models of the same names and shapes"),
+    "two models of one shape, eager": (_EAGER_TWINS, "two models of the same names and shapes"),
+    "two models of one shape in a call": (_TWINS_IN_A_CALL, "if these are two models of the same names and shapes"),
+    "an average": (_AVERAGE, "at others than the last step has returned"),
     "two updates in a call": (_TWO_STEPS, "at values that it is given and at others"),
     "two models": (_TWO_MODELS, "both of which change"),
     "parameters made inside": (_MADE_INSIDE, "nothing was trained that can be followed"),
@@ -296,6 +335,26 @@ def test_gradients_of_other_arrays_are_no_steps(tmp_path, run, name):
     (found,) = opened(tmp_path, "out")
     assert sorted(found.manifest.params) == ["hidden.b", "hidden.w", "out.b", "out.w"]
     assert found.losses()[:3, 0].tolist() == variables["losses"]
+
+
+EVALUATED = _before(
+    IN_JIT.replace("result = params", "evaluate(params, batch)\nresult = params"),
+    "losses = []",
+    """
+@jax.jit
+def evaluate(params, batch):
+    return jax.grad(loss_fn)(params, batch["image"], batch["label"])
+""",
+)
+
+
+def test_an_evaluation_after_training_is_no_step(tmp_path, run, capsys):
+    status, variables = run(EVALUATED, every=1)
+    assert status == 0
+    (found,) = opened(tmp_path, "out")
+    assert found.num_steps == 3
+    assert np.array_equal(found.full("update", 2, "out.w"), variables["result"]["out"]["w"])
+    assert "are not recorded" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", REFUSED)
