@@ -1,4 +1,8 @@
-"""Replaces `jax.value_and_grad`, `jax.grad` and `jax.vjp`: a gradient has a tap."""
+"""Replaces `jax.value_and_grad`, `jax.grad` and `jax.vjp`: a gradient has a tap.
+
+[Note: jax.vjp] A `jax.vjp` takes a gradient if the value of the function is a scalar. That is known once the function has run. It
+runs once, as in the script: a function that draws random numbers of numpy has other results when it is called again.
+"""
 
 import dataclasses
 import functools
@@ -28,6 +32,7 @@ from jax_backend.recorder._taps import (
     GIVEN,
     GRADIENT,
     Detail,
+    GradientDescription,
     RankStep,
     Tap,
     Value,
@@ -40,11 +45,14 @@ from jax_backend.recorder._taps import (
     unpacked,
     value_of_ranks,
 )
+from jax_backend.recorder._updates_by_hand import parameter_arguments
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import path_name
 
 _value_and_grad, _value_and_grad_of_ranks = jax.value_and_grad, _remat.value_and_grad
 _vjp = jax.vjp
+_NO_GRADIENT = object()
+"""The gradient of a function whose value is not a scalar."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class DifferentiatedFunction:
     Args:
         fun, argnums, has_aux, options: of `jax.value_and_grad`.
         differentiate: called as `jax.value_and_grad` is.
+        is_vjp: whether the value of the function may be other than a scalar, so that no gradient is taken ([Note: jax.vjp]).
     """
 
     fun: Callable
@@ -61,10 +70,13 @@ class DifferentiatedFunction:
     has_aux: bool
     options: dict[str, Any]
     differentiate: Callable = _value_and_grad
+    is_vjp: bool = False
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of JAX, and its tap without the interior."""
-        own = _repeatable(self.fun)
+        """The result of JAX, and its tap without the interior; None: no gradient is taken."""
+        own, collector = _repeatable(self.fun), innermost()
+        assert collector is not None
+        described, paths = collector.described, collector.described.paths
 
         def fun(*args: Any, **kwargs: Any) -> Any:
             above = innermost()
@@ -79,6 +91,9 @@ class DifferentiatedFunction:
 
         differentiated = self.differentiate(rounded(fun), self.argnums, self.has_aux, **self.options)
         result = differentiated(*args, **kwargs)
+        if result[1] is _NO_GRADIENT:
+            described.paths = paths
+            return result, None
         return result, self.tap(result, args, [])
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +107,7 @@ class DifferentiatedFunction:
             inside = traced(above, (), in_loss=True, detail=Detail.INTERIOR, paths=_paths(self.diff(args)))
             with collecting(inside), reporting_modules():
                 if _rank_step() is None:  # `loss_of_rank` knows the others of a step
-                    others = [arg for i, arg in enumerate(args) if i not in self.indices]
+                    others = [arg for i, arg in enumerate(args) if i not in self.positions(args)]
                     _add_given(jax.tree.leaves((others, kwargs)) or arrays_named_in(self.fun))
                 result = own(*args, **kwargs)
             loss, aux = result if self.has_aux else (result, None)
@@ -101,6 +116,8 @@ class DifferentiatedFunction:
         differentiated = self.differentiate(rounded(fun), self.argnums, True, **self.options)
         (loss, (aux, packed)), grads = differentiated(*args, **kwargs)
         result = ((loss, aux) if self.has_aux else loss), grads
+        if grads is _NO_GRADIENT:
+            return result, None
         collector = innermost()
         assert collector is not None
         return result, self.tap(result, args, unpacked(packed, (), (), collector.inputs))
@@ -110,12 +127,21 @@ class DifferentiatedFunction:
         probes, whose gradients are those of a rank before their reduction."""
         if _rank_step() is not None:
             return args[0]
-        return args[self.argnums] if isinstance(self.argnums, int) else tuple(args[i] for i in self.argnums)
+        if isinstance(self.argnums, int):
+            return args[self.argnums]
+        return _alone_or_all(self.argnums, [args[i] for i in self.positions(args)])
 
-    @property
-    def indices(self) -> Sequence[int]:
-        """The positions of the arguments that are differentiated."""
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+    def positions(self, args: tuple[Any, ...]) -> Sequence[int]:
+        """The positions of the arguments that are differentiated, and may be parameters."""
+        if isinstance(self.argnums, int):
+            return (self.argnums,)
+        return self.argnums if _rank_step() is not None else parameter_arguments(args, self.argnums)
+
+    def takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the value of the function is a scalar. It is called for that."""
+        with not_collecting():
+            result = jax.eval_shape(self.fun, *args, **kwargs)
+        return _is_scalar(result[0] if self.has_aux else result)
 
     def tap(self, result: Any, args: tuple[Any, ...], inside: list[Tap]) -> Tap:
         """The tap of a result, with those inside of it."""
@@ -125,6 +151,9 @@ class DifferentiatedFunction:
         step, local = _rank_step(), {}
         if step is not None:
             grads, local = grads
+        elif not isinstance(self.argnums, int):
+            own = [grad for i, grad in zip(self.argnums, grads, strict=True) if i in self.positions(args)]
+            grads = _alone_or_all(self.argnums, own)
         loss = value_of_ranks(collector, value[0] if self.has_aux else value)
         leaves = jax.tree_util.tree_flatten_with_path(self.diff(args))[0]
         names = tuple(path_name(path) for path, _ in leaves)
@@ -143,8 +172,17 @@ class DifferentiatedFunction:
         values["inside"] = tuple(value_of_ranks(collector, tap.values["array"].array) for tap in modules)
         given = next((tap.values["arrays"] for tap in inside if tap.kind == GIVEN), ())
         values["given"] = tuple(value_of_ranks(collector, value.array) for value in given)
-        about = names, shapes, tuple(tap.about for tap in modules), step, frozenset[int]()
+        about = GradientDescription(names, shapes, tuple(tap.about for tap in modules), step)
         return Tap(GRADIENT, about, values)
+
+
+def _alone_or_all(argnums: Sequence[int], values: Sequence[Any]) -> Any:
+    """The only one of several arguments that may be parameters, or a tuple of them."""
+    return values[0] if len(values) == 1 < len(argnums) else tuple(values)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _rank_step() -> RankStep | None:
@@ -242,7 +280,8 @@ def _followed(real: Any, step: DifferentiatedFunction) -> Any:
             result, tap = step.with_interior(args, kwargs)
         else:
             result, tap = step.plain(args, kwargs)
-        collector.add([tap])
+        if tap is not None:
+            collector.add([tap])
         return result
 
     return call
@@ -266,7 +305,8 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, **options: Any) -> Any:
     is_followed = (
         collector is not None and not collector.in_loss and not inside_update.get() and not noted.has_optimizer
     )
-    if not is_followed or not primals or not _is_scalar(fun, primals, has_aux):
+    floating = tuple(i for i, primal in enumerate(primals) if _are_floating(primal))
+    if not is_followed or not floating:
         return _vjp(fun, *primals, has_aux=has_aux, **options)
     found: list[tuple[Any, ...]] = []
 
@@ -274,21 +314,21 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, **options: Any) -> Any:
         def call(*args: Any) -> Any:
             found.append(_vjp(fun, *args, has_aux=has_aux, **options))
             value, backward, *aux = found[-1]
+            result = (value, *aux) if has_aux else value
+            if not _is_scalar(value):
+                return result, _NO_GRADIENT
             grads = backward(jnp.ones_like(value))
-            return ((value, *aux) if has_aux else value), (grads[0] if argnums == 0 else grads)
+            return result, (grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums))
 
         return call
 
-    argnums = 0 if len(primals) == 1 else tuple(range(len(primals)))
-    step = DifferentiatedFunction(fun, argnums, has_aux, {}, differentiate)
+    argnums = floating[0] if len(floating) == 1 else floating
+    step = DifferentiatedFunction(fun, argnums, has_aux, {}, differentiate, is_vjp=True)
     result, _ = _followed(differentiate(fun, argnums, has_aux), step)(*primals)
     backward = found[0][1]
     return (result[0], backward, result[1]) if has_aux else (result, backward)
 
 
-def _is_scalar(fun: Any, primals: Any, has_aux: bool) -> bool:
-    """Whether a function has one floating scalar as its result."""
-    with not_collecting():
-        result = jax.eval_shape(fun, *primals)
-    value = result[0] if has_aux else result
-    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
+def _are_floating(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves)

@@ -108,7 +108,7 @@ def _activations(
     leads: Mapping[Model, str],
 ) -> dict[tuple[str, str], Any]:
     """The activations of a microbatch, by module and use."""
-    paths, _, about, *_ = tap.about
+    paths, about = tap.about.names, tap.about.modules
     if model.tree is not None:  # it is differentiated by shards, in which no module is
         paths = model.paths
     names = _Names(model, paths, leads)

@@ -67,8 +67,17 @@ class Differentiated(Protocol):
         """The user's function."""
         ...
 
+    @property
+    def is_vjp(self) -> bool:
+        """Whether the value of the function may be other than a scalar, so that no gradient is taken."""
+        ...
+
+    def takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the value of the function is a scalar."""
+        ...
+
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of JAX, and its tap without the interior."""
+        """The result of JAX, and its tap without the interior; None: no gradient is taken."""
 
     def with_interior(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, with the interior."""

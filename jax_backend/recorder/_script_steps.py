@@ -112,7 +112,7 @@ class Steps:
         for at, tap in unrolled(taps, (UPDATE, APPLY)):
             self.note_state(*(_known(tap.values.get(name, {})) for name in ("initial_state", "model_state")))
             if tap.kind == GRADIENT:
-                self._begin_gradient(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+                self._begin_gradient(dict(zip(tap.about.names, tap.values["diff"], strict=True)))
                 if self.are_by_hand:
                     tap = self._by_hand.add(tap)
                 else:
@@ -308,7 +308,7 @@ class Steps:
         if len(self._gradients) < _MOST_WITHOUT_UPDATE or any(model.update is not None for model in self._models):
             return
         first = self._gradients[0].tap
-        if first.about[0] != tap.about[0]:
+        if first.about.names != tap.about.names:
             return
         pairs = zip(first.values["diff"], tap.values["diff"], strict=True)
         if any(differ(a.array, b.array) for a, b in pairs):

@@ -79,7 +79,7 @@ class Gradient:
     @property
     def rank_step(self) -> RankStep | None:
         """The step of `jax_backend.value_and_grad` that takes it."""
-        return self.tap.about[3]
+        return self.tap.about.rank_step
 
     @property
     def rank_steps(self) -> list[RankStep]:
@@ -132,7 +132,7 @@ class Turn:
     def _params_of_gradient(self) -> Params | None:
         """The parameters at which the first gradient was taken; None if they are not those of the model."""
         tap = self.gradients[0].tap
-        return self.model.matching(dict(zip(tap.about[0], tap.values["diff"], strict=True)))
+        return self.model.matching(dict(zip(tap.about.names, tap.values["diff"], strict=True)))
 
     def end(self, before: Params, after: Params | None) -> None:
         """The parameters after it are known, or will never be."""
@@ -276,9 +276,9 @@ class Model:
             return own
         if self.tree is None:
             shapes = sorted(self.shapes)
-            alike = [each for each in gradients if sorted(each.tap.about[1]) == shapes]
+            alike = [each for each in gradients if sorted(each.tap.about.shapes) == shapes]
         else:  # a rank's gradients have other shapes
-            alike = [each for each in gradients if self.of_ranks <= set(each.tap.about[0])]
+            alike = [each for each in gradients if self.of_ranks <= set(each.tap.about.names)]
         if not is_alone and any(each.at.keys() & self.arrays.keys() for each in alike):
             return [each for each in alike if not each.at or each.at.keys() & self.arrays.keys()]
         return alike or (gradients if len(gradients) == 1 else [])

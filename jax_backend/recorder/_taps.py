@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,23 @@ Reference = tuple[Any, ...]
 """Where a value is: ("in", index of the argument), ("out", index of the result), ("above", index of an argument of the calling
 function), ("kept", index among further results, whether it has a dim of ranks, its number of scans), ("scalar", number), or
 ("missing",). Of arguments and results in `jax.pmap`, True follows the index where they have a dim of ranks."""
+
+
+class GradientDescription(NamedTuple):
+    """What is known of a gradient without its values.
+
+    Attributes:
+        names, shapes: of the arrays at which it is taken.
+        modules: what is known of the modules inside of the loss function.
+        rank_step: the step of `jax_backend.value_and_grad` that takes it.
+        averaged: the indices of the arrays whose gradients `jax.lax.pmean` has averaged over all ranks.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    modules: tuple[Any, ...]
+    rank_step: "RankStep | None"
+    averaged: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

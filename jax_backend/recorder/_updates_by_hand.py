@@ -60,6 +60,14 @@ class _Call:
         return None if None in found else [i for i in found if i is not None]
 
 
+def parameter_arguments(args: Sequence[Any], positions: Sequence[int]) -> Sequence[int]:
+    """The positions of those differentiated arguments that may be parameters. If some are pytrees, single arrays are not, such as
+    a batch."""
+    if noted.has_optimizer:
+        return positions
+    return [i for i in positions if not jax.tree_util.all_leaves([args[i]])] or positions
+
+
 class UpdatesByHand:
     """The gradients of a script since its last update, and the updates that they show."""
 
@@ -81,7 +89,7 @@ class UpdatesByHand:
 
     def note(self, taps: Sequence[Tap]) -> None:
         """Note of which arrays a function of the script takes gradients."""
-        self._has_pytrees |= any(tap.kind == GRADIENT and tap.about[0] != _SINGLE for tap in taps)
+        self._has_pytrees |= any(tap.kind == GRADIENT and tap.about.names != _SINGLE for tap in taps)
 
     def add(self, tap: Tap) -> Tap:
         """A gradient was taken; returns its tap without the gradients themselves, of which the sum is kept."""
@@ -156,8 +164,8 @@ class UpdatesByHand:
         if tree in self._unclear:
             raise UsageError(
                 f"a function of the script takes gradients of {_named(tree)} at values that it is given and at others, so that "
-                "its updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or, if these are two models "
-                f"of the same names and shapes, {USE_RECORDER}"
+                "its updates cannot be told apart; let it make one update, or several in a jax.lax.scan, or, if these are two "
+                f"models of the same names and shapes, {USE_RECORDER}"
             )
         self._check_is_one(tree, values)
         self.params = tree
@@ -250,9 +258,9 @@ def _sum(a: Value, b: Value) -> Value:
 
 
 def _reduced(tap: Tap) -> list[Value]:
-    """The gradients of all ranks and of all iterations, as their mean. They are not known of ranks that take gradients of losses
-    of their own, unless JAX's `pmean` has got them: the script may add or average them later."""
-    _, shapes, _, _, averaged = tap.about
+    """The gradients of all ranks and of all iterations, as their mean. If ranks take gradients of losses of their own, their mean
+    is known where the script has averaged them by `jax.lax.pmean`. Otherwise the script may add or average them later."""
+    shapes, averaged = tap.about.shapes, tap.about.averaged
     grads: Sequence[Value] = tap.values["grads"] or (Value(None),) * len(shapes)
     is_of_rank = [value.by_rank and i not in averaged and not is_gone(value.array) for i, value in enumerate(grads)]
     is_of_all = not any(is_of_rank) or _is_alike(tap.values["loss"])
@@ -307,7 +315,7 @@ def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
                 replace(value, array=means[id(value.array)]) if k in at else value
                 for k, value in enumerate(tap.values["grads"])
             )
-            about = (*tap.about[:4], tap.about[4] | at)
+            about = tap.about._replace(averaged=tap.about.averaged | at)
             collector.taps[i] = replace(tap, about=about, values={**tap.values, "grads": grads})
     return result
 
@@ -327,7 +335,7 @@ def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
     def is_updated(tap: Tap) -> bool:
         return tap.kind == GRADIENT and any(id(value.array) in changed for value in tap.values["diff"])
 
-    found = [tap for tap in taps if tap.kind != GRADIENT or tap.about[0] != _SINGLE or not is_updated(tap)]
+    found = [tap for tap in taps if tap.kind != GRADIENT or tap.about.names != _SINGLE or not is_updated(tap)]
     updated = [tap for tap in found if is_updated(tap)]
     if not updated:
         return found
@@ -346,7 +354,7 @@ def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
 
 def _mean_in_trace(i: int, shape: tuple[int, ...], taps: Sequence[Tap]) -> Value:
     """The mean of a gradient of taps in the current trace, as `_reduced`: of ranks it is known where all are averaged."""
-    if core.get_axis_env().axis_sizes and any(i not in tap.about[4] for tap in taps):
+    if core.get_axis_env().axis_sizes and any(i not in tap.about.averaged for tap in taps):
         return Value(None)
     arrays = [tap.values["grads"][i].array for tap in taps]
     means = [

@@ -125,7 +125,9 @@ def _of_ensemble(taps: Sequence[Tap], members: int) -> list[Tap]:
         for name in {"mini_step", "state", "state_before"} & values.keys():
             values[name] = jax.tree.map(_first_number, values[name])
         about = tap.about
-        if tap.kind in (GRADIENT, UPDATE):
+        if tap.kind == GRADIENT:
+            about = about._replace(shapes=tuple((members, *shape) for shape in about.shapes))
+        elif tap.kind == UPDATE:
             names, shapes, *others = about
             about = (names, tuple((members, *shape) for shape in shapes), *others)
         found.append(replace(tap, about=about, values=values))

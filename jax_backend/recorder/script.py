@@ -290,9 +290,21 @@ class ScriptRecorder:
     def gradient(self, step: Differentiated, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a differentiated function outside of jit."""
         self._patches.libraries()
-        self._is_compiled = False
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
         here = [self._moved_by_hand(leaf, path_name(path)) for path, leaf in leaves]
+        found = None
+        if step.is_vjp and self._trace is not None:  # whose steps have begun when their operators run
+            if not step.takes_gradient(args, kwargs):
+                return step.plain(args, kwargs)[0]
+        elif step.is_vjp:
+            self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, here, strict=True))
+            if self.perturbed_run and self._steps.number == 0:
+                for path, leaf in leaves:
+                    self._move(leaf, path_name(path))
+            found = step.plain(self.replaced(args), self.replaced(kwargs))
+            if found[1] is None:
+                return found[0]
+        self._is_compiled = False
         params = {path_name(path): Value(moved) for (path, _), moved in zip(leaves, here, strict=True)}
         self._begin_gradient(params, getattr(step.fun, "__code__", id(step.fun)))
         if self._training is not None:
@@ -306,7 +318,7 @@ class ScriptRecorder:
         before = jax.tree.leaves((args, kwargs))
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
-        result, tap = step.plain(args, kwargs)
+        result, tap = found or step.plain(args, kwargs)
         state = carried(args, kwargs, result, {i for i, leaf in enumerate(before) if id(leaf) in own})
         own |= {id(before[i]) for i, _ in state.values()}
         given, named = (

@@ -158,7 +158,41 @@ def _before(text, line, added):
     return text.replace(line, added.strip("\n") + "\n" + line)
 
 
+_OF_ARGUMENTS = """
+gradients = MADE
+losses = []
+for batch in batches:
+    loss, (grads, _) = gradients(params, jnp.asarray(batch["image"]), batch["label"])
+    params = descend(params, grads)
+    losses.append(float(loss))
+gradients(params, jnp.asarray(batch["image"]), batch["label"])
+result = params
+"""
+_BY_VJP_OF_ALL = """
+calls = []
+def loss_of(params, image, label):
+    calls.append(1)
+    return loss_fn(params, image, label)
+losses = []
+for batch in batches + batches[-1:]:
+    loss, backward = jax.vjp(loss_of, params, jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
+    params = descend(params, backward(jnp.ones_like(loss))[0])
+    losses.append(float(loss))
+losses.pop()
+"""
 OTHERS = {
+    "argnums": START + _OF_ARGUMENTS.replace("MADE", "jax.value_and_grad(loss_fn, (0, 1))"),
+    "argnums in jit": START + _OF_ARGUMENTS.replace("MADE", "jax.jit(jax.value_and_grad(loss_fn, (0, 1)))"),
+    "vjp": START + _BY_VJP_OF_ALL,
+    "vjp in jit": _before(
+        BY_VJP.replace(
+            'lambda params: loss_fn(params, batch["image"], batch["label"]), params', "loss_fn, params, *batch"
+        )
+        .replace("descend(params, *backward(jnp.ones_like(loss)))", "descend(params, backward(jnp.ones_like(loss))[0])")
+        .replace("update(params, batch)\n    losses", "update(params, (batch['image'], batch['label']))\n    losses"),
+        "losses = []",
+        "",
+    ),
     "saliency": _before(
         EAGER, "    params = ", "    saliency = jax.grad(loss_fn, 1)(params, batch['image'], batch['label'])"
     ),
@@ -264,7 +298,16 @@ other = jax.tree.map(lambda leaf: leaf + 0.1, params)
 for batch in batches:
     params, other = update(params, other, batch)
 """
+_A_BATCH_AS_PARAMETERS = """
+@jax.jit
+def update(params, batch):
+    loss, backward = jax.vjp(lambda params, image: loss_fn(params, image["x"], batch["label"]), params, {"x": batch["image"]})
+    return descend(params, backward(jnp.ones_like(loss))[0])
+for batch in batches:
+    params = update(params, jax.tree.map(jnp.asarray, batch))
+"""
 REFUSED = {
+    "a batch as parameters": (_A_BATCH_AS_PARAMETERS, "such as a batch"),
     "two models of one shape": (_TWINS, "two models of the same names and shapes"),
     "two models of one shape, eager": (_EAGER_TWINS, "two models of the same names and shapes"),
     "two models of one shape in a call": (_TWINS_IN_A_CALL, "if these are two models of the same names and shapes"),
@@ -335,6 +378,19 @@ def test_gradients_of_other_arrays_are_no_steps(tmp_path, run, name):
     (found,) = opened(tmp_path, "out")
     assert sorted(found.manifest.params) == ["hidden.b", "hidden.w", "out.b", "out.w"]
     assert found.losses()[:3, 0].tolist() == variables["losses"]
+    assert len(found.batch(1, 0).sample_ids) == 8
+
+
+def test_vjp_calls_a_function_as_often_as_the_script(tmp_path, run):
+    logits = """
+    outputs, backward = jax.vjp(lambda params: jnp.tanh(loss_of(params, batch["image"], batch["label"])) * jnp.ones(2), params)
+    backward(outputs)
+"""
+    text = START + _before(_BY_VJP_OF_ALL, "    loss, backward", logits)
+    status, variables = run(text, dense=0)
+    assert status == 0 and len(variables["calls"]) == 8
+    (found,) = opened(tmp_path, "out")
+    assert found.num_steps == 4 and found.losses()[:3, 0].tolist() == variables["losses"]
 
 
 EVALUATED = _before(
