@@ -161,6 +161,10 @@ class DifferentiatedFunction:
         if step is None:  # of members of an ensemble, with their dim
             shapes = tuple(tuple(np.shape(at_level(collector, leaf))) for _, leaf in leaves)
         values: dict[str, Any] = {"loss": loss, "diff": tuple(Value(leaf) for _, leaf in leaves)}
+        if not noted.has_optimizer and step is None:  # of an ensemble: the arrays that jax.vmap maps, if it is known
+            raised = [at_level(collector, leaf) for _, leaf in leaves]
+            pairs = zip(values["diff"], raised, strict=True)
+            values["diff"] = tuple(own if leaf is None else Value(leaf) for own, leaf in pairs)
         values["own_grads"] = tuple(Value(leaf) for leaf in jax.tree.leaves(grads))
         # With an optimizer its update has them.
         by_hand = [] if noted.has_optimizer or step is not None else jax.tree.leaves(grads)

@@ -216,6 +216,12 @@ class Steps:
                 f"an optimizer of optax or a jax.lax.scan updated {listed(tap.about[0])} after the script had updated parameters "
                 f"without an optimizer; {USE_RECORDER}"
             )
+        if not noted.has_optimizer and not self._models:
+            print(
+                f"crossframe: no optimizer of optax is used: the parameters are the arrays {listed(tap.about[0])} that a "
+                "jax.lax.scan changes after it has taken gradients at them, and each of its iterations is a step",
+                file=sys.stderr,
+            )
         self._by_hand = UpdatesByHand()  # let its arrays go
         model = self._model_of(tap, originals)
         if model.update is not None:

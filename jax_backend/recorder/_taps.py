@@ -351,7 +351,8 @@ def _raised(collector: Collector, value: Any, ranks: Collection[str]) -> Any:
         axis, parent = trace.axis_data, trace.parent_trace
         with core.set_current_trace(parent):
             if isinstance(value, BatchTracer) and value._trace is trace:
-                value = value.val if value.batch_dim is None else jnp.moveaxis(value.val, value.batch_dim, 0)
+                # The same array where nothing moves, so that it is known by reference.
+                value = jnp.moveaxis(value.val, value.batch_dim, 0) if value.batch_dim else value.val
             elif axis.name in ranks:
                 value = jnp.broadcast_to(value, (axis.size, *value.shape))
             if axis.name in ranks:

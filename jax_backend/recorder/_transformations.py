@@ -17,7 +17,7 @@ from jax_backend.recorder._model_state import carried
 from jax_backend.recorder._module_calls import module_call
 from jax_backend.recorder._script_session import Root, following
 from jax_backend.recorder._taps import UPDATE, Tap, Value, collecting, current, of_scan, pack, traced, unpacked
-from jax_backend.recorder._updates_by_hand import with_updates
+from jax_backend.recorder._updates_by_hand import with_scan_updates
 
 _OF_MODEL = ("diff", "before", "state_before", "state", "after")
 """The values of taps that are parameters, or state of an optimizer."""
@@ -37,7 +37,7 @@ def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: An
         inner = traced(collector, carry, is_scan=True)
         with collecting(inner):
             after, y = f(carry, x)
-        taps = with_updates(inner.taps, carry, after)
+        taps = with_scan_updates(inner.taps, carry, after)
         return after, (y, pack(_with_state(taps, carry, after), (), inner))
 
     carry, (ys, packed) = _scan(body, init, xs, length, *args, **options)

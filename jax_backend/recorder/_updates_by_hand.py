@@ -30,7 +30,7 @@ from jax_backend.recorder._model_state import named_leaves
 from jax_backend.recorder._optimizer_settings import noted
 from jax_backend.recorder._script_session import following
 from jax_backend.recorder._script_turns import USE_RECORDER, differ, is_gone, listed
-from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Tap, Value
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, PackedTap, Tap, Value
 from jax_backend.tree import path_name
 
 Tree = tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]
@@ -285,7 +285,7 @@ def _is_alike(value: Value) -> bool:
     return all(np.array_equal(part, parts[0]) for part in parts)
 
 
-def like_params(arguments: Any, params: Mapping[int, str]) -> set[int]:
+def optimizer_state_arguments(arguments: Any, params: Mapping[int, str]) -> set[int]:
     """The arguments with the shapes of parameters and their names, or without names: the state of an optimizer that the script
     writes itself.
 
@@ -320,13 +320,14 @@ def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
     return result
 
 
-def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
+def with_scan_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
     """The taps of the body of a scan, with those of its updates by hand: a gradient is taken at what the scan carries, and the
     body returns other values of it. Gradients of a single array, such as an input, are left out then.
 
     Args:
         carry, after: what the body gets and returns, pytrees.
     """
+    check_scans(taps)
     if noted.has_optimizer or any(tap.kind == UPDATE for tap in taps):
         return [*taps]
     pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(after), strict=True)
@@ -350,6 +351,25 @@ def with_updates(taps: Sequence[Tap], carry: Any, after: Any) -> list[Tap]:
     applied = {"before": diff, "after": tuple(Value(changed[id(value.array)]) for value in diff)}
     update = _update(tree, grads)
     return [*found, update, Tap(APPLY, (update.about[0],), applied)]
+
+
+def check_scans(taps: Sequence[Tap | PackedTap]) -> None:
+    """Raise UsageError if a scan in a function updates arrays by hand, and the function takes gradients outside of it too: the
+    scan may be a sampler in a step that trains a model."""
+    updated: list[Tree] = []
+    others: list[Tree] = []
+    rest = [] if noted.has_optimizer else [*taps]
+    while rest:
+        number = rest[0].scans[0].num_taps if rest[0].scans else 1
+        body, rest = rest[:number], rest[number:]
+        updates = [tap.about[:2] for tap in body if tap.kind == UPDATE]
+        updated += updates
+        others += [tap.about[:2] for tap in body if tap.kind == GRADIENT and not updates]
+    if updated and others:
+        raise UsageError(
+            f"a jax.lax.scan updates {_named(updated[0])} without an optimizer of optax, and the function around it takes "
+            f"gradients of {_named(others[0])}: it is not known which are the parameters of the model; {USE_RECORDER}"
+        )
 
 
 def _mean_in_trace(i: int, shape: tuple[int, ...], taps: Sequence[Tap]) -> Value:

@@ -66,7 +66,7 @@ from jax_backend.recorder._taps import (
     merged,
     unpacked,
 )
-from jax_backend.recorder._updates_by_hand import like_params
+from jax_backend.recorder._updates_by_hand import check_scans, optimizer_state_arguments
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
@@ -173,11 +173,12 @@ class ScriptRecorder:
             return self._about_hidden()
         if self.forward_only:
             return f"no model of flax or equinox with parameters was called; if the model is made of functions, {USE_FORWARD}"
-        what = "jax.jit did not see gradients of jax.grad or jax.value_and_grad"
+        what = "jax.jit did not see gradients of jax.grad or jax.value_and_grad (a jax.vmap around them is followed inside of it)"
         if self._num_gradients:
             what = (
                 "an optimizer of optax never updated parameters with gradients of jax.grad or jax.value_and_grad, and without an "
-                "optimizer none were taken again of arrays that are given to the jitted function and have changed"
+                "optimizer none were taken again of arrays that are given to the jitted function and have changed (a jax.vmap "
+                "around them is followed inside of jax.jit, and if it maps the arrays by their first dims)"
             )
         return (
             f"nothing was trained that can be followed: {what}. Processes that the script starts by itself are not followed; "
@@ -470,6 +471,7 @@ class ScriptRecorder:
         before = set(self._hidden)
         result, packed = jitted.program(Detail.LOSSES).eval_shape(*args, **kwargs)
         kinds = tuple(tap.kind for tap in packed.taps)
+        check_scans(packed.taps)
         references = [each for tap in packed.taps for each in tap.references]
         if self._hidden - before and not {UPDATE, FORWARD} & {*kinds}:
             raise UsageError(self._about_hidden())
@@ -486,7 +488,7 @@ class ScriptRecorder:
         if GRADIENT in kinds and not any(gradients):
             gradients = ({name: i for i, name in params.items()},)
         number = self._steps.number_in(packed.taps)
-        of_optimizer = like_params((args, kwargs), params) if self._is_by_hand else set[int]()
+        of_optimizer = optimizer_state_arguments((args, kwargs), params) if self._is_by_hand else set[int]()
         left_out = known | {*batch} | of_optimizer
         state = carried(args, kwargs, result, left_out) if {GRADIENT, UPDATE} & {*kinds} else {}
         return Plan(kinds, number, is_incomplete, params, gradients, batch, by_rank, lengths, state)

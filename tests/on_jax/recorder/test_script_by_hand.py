@@ -306,7 +306,47 @@ def update(params, batch):
 for batch in batches:
     params = update(params, jax.tree.map(jnp.asarray, batch))
 """
+_SAMPLER = """
+def draw(sample, _):
+    return descend(sample, jax.grad(lambda sample: loss_fn(PARAMS, sample["x"], LABELS))(sample)), None
+@jax.jit
+def update(params, batch):
+    global PARAMS, LABELS
+    PARAMS, LABELS = params, batch["label"]
+    sample, _ = jax.lax.scan(draw, {"x": batch["image"]}, None, length=3)
+    return descend(params, jax.grad(loss_fn)(params, sample["x"], batch["label"]))
+"""
+_SAMPLERS = (
+    _SAMPLER
+    + """
+for batch in batches:
+    params = update(params, batch)
+"""
+)
+_SAMPLERS_IN_A_SCAN = (
+    _SAMPLER
+    + """
+@jax.jit
+def epoch(params, batches):
+    return jax.lax.scan(lambda params, batch: (update.__wrapped__(params, batch), None), params, batches)[0]
+epoch(params, jax.tree.map(lambda *parts: np.stack(parts), *batches))
+"""
+)
+_ENSEMBLE_BY_LAST_DIMS = """
+members = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf], -1), params)
+@jax.jit
+@partial(jax.vmap, in_axes=(-1, None, None), out_axes=-1)
+def update(params, image, label):
+    return descend(params, jax.grad(loss_fn)(params, image, label))
+for batch in batches:
+    members = update(members, batch["image"], batch["label"])
+"""
+_EAGER_ENSEMBLE = _ENSEMBLE_BY_LAST_DIMS.replace("@jax.jit\n", "").replace("-1", "0")
 REFUSED = {
+    "an eager ensemble": (_EAGER_ENSEMBLE, "jax.vmap"),
+    "a sampler in a step": (_SAMPLERS, "the function around it takes gradients of"),
+    "a sampler in a step in a scan": (_SAMPLERS_IN_A_SCAN, "the function around it takes gradients of"),
+    "an ensemble by last dims": (_ENSEMBLE_BY_LAST_DIMS, "jax.vmap"),
     "a batch as parameters": (_A_BATCH_AS_PARAMETERS, "such as a batch"),
     "two models of one shape": (_TWINS, "two models of the same names and shapes"),
     "two models of one shape, eager": (_EAGER_TWINS, "two models of the same names and shapes"),
@@ -326,9 +366,9 @@ def opened(tmp_path, *names):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_updates_without_an_optimizer_are_recorded(tmp_path, run, name):
+def test_updates_without_an_optimizer_are_recorded(tmp_path, run, capsys, name):
     status, variables = run(SCRIPTS[name])
-    assert status == 0
+    assert status == 0 and "the parameters are the arrays hidden.b" in capsys.readouterr().err
     (found,) = opened(tmp_path, "out")
     assert found.num_steps == 3 and found.recorded_steps() == (0, 2)
     assert {module for _, module, _ in found.activations(0)} == {"hidden", "out"}
@@ -379,6 +419,37 @@ def test_gradients_of_other_arrays_are_no_steps(tmp_path, run, name):
     assert sorted(found.manifest.params) == ["hidden.b", "hidden.w", "out.b", "out.w"]
     assert found.losses()[:3, 0].tolist() == variables["losses"]
     assert len(found.batch(1, 0).sample_ids) == 8
+
+
+ENSEMBLE = (
+    START
+    + """
+members = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), params)
+@jax.jit
+@partial(jax.vmap, in_axes=(0, None, None))
+def update(params, image, label):
+    return descend(params, jax.grad(loss_fn)(params, image, label))
+for batch in batches:
+    members = update(members, batch["image"], batch["label"])
+"""
+)
+
+
+def test_an_ensemble_is_one_model(tmp_path, run):
+    status, variables = run(ENSEMBLE, every=1)
+    assert status == 0
+    (found,) = opened(tmp_path, "out")
+    assert found.num_steps == 3
+    assert np.array_equal(found.full("update", 2, "out.w"), variables["members"]["out"]["w"])
+    grads = jax.vmap(jax.grad(variables["loss_fn"]), (0, None, None))
+    params = {
+        part: {leaf: found.full("parameters", 0, f"{part}.{leaf}") for leaf in "wb"} for part in ("hidden", "out")
+    }
+    batch = variables["batches"][0]
+    expected = grads(params, batch["image"], batch["label"])["out"]["w"]
+    np.testing.assert_allclose(
+        found.full("reduce", 0, "out.w"), expected, rtol=0, atol=64 * np.finfo(expected.dtype).eps
+    )
 
 
 def test_vjp_calls_a_function_as_often_as_the_script(tmp_path, run):
