@@ -128,7 +128,10 @@ class UpdatesByHand:
         """The function that has taken the last gradients has returned these arrays."""
         for call in self._open:
             call.refs = [weakref.ref(value.array) for value in values]
-        self._open, self._returned = [], values
+        calls = self._calls.get(self.params, []) if self.params is not None else self._open
+        if any(call in calls for call in self._open):  # not of other arrays, such as a saliency map after the step
+            self._returned = values
+        self._open = []
 
     def returned(self) -> dict[str, Value]:
         """The next parameters, where the last step returned them as the steps before it did."""

@@ -176,10 +176,15 @@ class ScriptRecorder:
         what = "jax.jit did not see gradients of jax.grad or jax.value_and_grad (a jax.vmap around them is followed inside of it)"
         if self._num_gradients:
             what = (
-                "an optimizer of optax never updated parameters with gradients of jax.grad or jax.value_and_grad, and without an "
-                "optimizer none were taken again of arrays that are given to the jitted function and have changed (a jax.vmap "
-                "around them is followed inside of jax.jit, and if it maps the arrays by their first dims)"
+                "no optimizer of optax is used, and no gradients of jax.grad or jax.value_and_grad were taken again of arrays "
+                "that are given to the jitted function and have changed (a jax.vmap around them is followed inside of jax.jit, and if "
+                "it maps the arrays by their first dims)"
             )
+            if noted.has_optimizer:
+                what = (
+                    "the script has made an optimizer of optax, which never updated parameters with gradients of jax.grad or "
+                    "jax.value_and_grad (if it does not use this optimizer, let it not make it)"
+                )
         return (
             f"nothing was trained that can be followed: {what}. Processes that the script starts by itself are not followed; "
             f"{USE_RECORDER}"

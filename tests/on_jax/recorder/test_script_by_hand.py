@@ -138,6 +138,7 @@ SCRIPTS = {
     "outside of jit": OUTSIDE_OF_JIT.replace("\ngradients(params, batch", "\n#"),
     "eager": EAGER.replace("\ngradients(params, batch", "\n#"),
     "vjp": BY_VJP,
+    "eager vjp": BY_VJP.replace("@jax.jit", ""),
     "a scan": EPOCH,
     "microbatches": MICROBATCHES.replace("\ngradients(params, batch", "\n#"),
     "donated": IN_JIT.replace("@jax.jit", "@partial(jax.jit, donate_argnums=0)"),
@@ -258,6 +259,12 @@ for batch in batches:
 tx = optax.sgd(0.1)
 tx.update(gradients(params, batch["image"], batch["label"]), tx.init(params), params)
 """
+_UNUSED_OPTIMIZER = """
+tx = optax.sgd(0.1)
+gradients = jax.jit(jax.grad(loss_fn))
+for batch in batches:
+    params = descend(params, gradients(params, batch["image"], batch["label"]))
+"""
 _INPUTS = """
 gradients = jax.jit(jax.grad(loss_fn, 1))
 for batch in batches:
@@ -343,6 +350,7 @@ for batch in batches:
 """
 _EAGER_ENSEMBLE = _ENSEMBLE_BY_LAST_DIMS.replace("@jax.jit\n", "").replace("-1", "0")
 REFUSED = {
+    "an optimizer that is not used": (_UNUSED_OPTIMIZER, "let it not make it"),
     "an eager ensemble": (_EAGER_ENSEMBLE, "jax.vmap"),
     "a sampler in a step": (_SAMPLERS, "the function around it takes gradients of"),
     "a sampler in a step in a scan": (_SAMPLERS_IN_A_SCAN, "the function around it takes gradients of"),
@@ -385,7 +393,7 @@ def test_updates_without_an_optimizer_are_recorded(tmp_path, run, capsys, name):
         part, _, leaf = param.partition(".")
         atol = 64 * np.finfo(grads[part][leaf].dtype).eps  # sums of some tens of numbers of order 1
         np.testing.assert_allclose(found.full("reduce", 0, param), grads[part][leaf], rtol=0, atol=atol)
-        if name not in ("outside of jit", "eager", "microbatches"):
+        if name not in ("outside of jit", "eager", "eager vjp", "microbatches"):
             assert np.array_equal(found.full("update", 2, param), variables["result"][part][leaf])
 
 
@@ -475,6 +483,14 @@ def evaluate(params, batch):
 )
 
 
+def test_a_saliency_map_after_the_last_step_keeps_its_parameters(tmp_path, run):
+    saliency = "jax.jit(jax.grad(loss_fn, 1))(params, batch['image'], batch['label'])\n"
+    status, variables = run(_before(IN_JIT, "result = params", saliency), every=1)
+    assert status == 0
+    (found,) = opened(tmp_path, "out")
+    assert np.array_equal(found.full("update", 2, "out.w"), variables["result"]["out"]["w"])
+
+
 def test_an_evaluation_after_training_is_no_step(tmp_path, run, capsys):
     status, variables = run(EVALUATED, every=1)
     assert status == 0
@@ -492,7 +508,7 @@ def test_updates_by_hand_that_cannot_be_told_apart_are_refused(run, capsys, name
     assert said in errors and "recorder.step(params=params" in errors
 
 
-@pytest.mark.parametrize("name", ["in jit", "outside of jit", "eager", "a scan"])
+@pytest.mark.parametrize("name", ["in jit", "outside of jit", "eager", "eager vjp", "a scan"])
 def test_a_perturbed_run_stays_one_unit_away(tmp_path, run, name):
     for number in range(2):  # at a low rate, which turns few elements around
         assert run(SCRIPTS[name], every=1, fault=0.01, perturbed_run=number)[0] == 0
