@@ -177,8 +177,8 @@ class ScriptRecorder:
         if self._num_gradients:
             what = (
                 "no optimizer of optax is used, and no gradients of jax.grad or jax.value_and_grad were taken again of arrays "
-                "that are given to the jitted function and have changed (a jax.vmap around them is followed inside of jax.jit, and if "
-                "it maps the arrays by their first dims)"
+                "that are given to the jitted function and have changed (a jax.vmap around them is followed inside of jax.jit, "
+                "and if it maps the arrays by their first dims)"
             )
             if noted.has_optimizer:
                 what = (
