@@ -262,7 +262,7 @@ def _sum(a: Value, b: Value) -> Value:
 
 def _reduced(tap: Tap) -> list[Value]:
     """The gradients of all ranks and of all iterations, as their mean. If ranks take gradients of losses of their own, their mean
-    is known where the script has averaged them by `jax.lax.pmean`. Otherwise the script may add or average them later."""
+    is known where the script has averaged them by `pmean`. Otherwise the script may add or average them later."""
     shapes, averaged = tap.about.shapes, tap.about.averaged
     grads: Sequence[Value] = tap.values["grads"] or (Value(None),) * len(shapes)
     is_of_rank = [value.by_rank and i not in averaged and not is_gone(value.array) for i, value in enumerate(grads)]
