@@ -122,7 +122,7 @@ class GradientDescription(NamedTuple):
         names, shapes: of the arrays at which it is taken.
         modules: what is known of the modules inside of the loss function.
         rank_step: the step of `jax_backend.value_and_grad` that takes it.
-        averaged: the indices of the arrays whose gradients `jax.lax.pmean` has averaged over all ranks.
+        averaged: the indices of the arrays whose gradients `pmean` has averaged over all ranks.
     """
 
     names: tuple[str, ...]
