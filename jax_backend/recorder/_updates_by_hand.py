@@ -2,10 +2,10 @@
 
 [Note: updates by hand] The parameters are the arrays at which gradients are taken, and which have other values when a gradient of
 the same names and shapes is taken again. A step ends there: its gradients are those taken at the same values, which are its
-microbatches, and the parameters after it are those of the next gradient. What lies between is not seen, so the optimizer and its
-state are unknown. Gradients of other arrays are left out: those of a single array, such as an input, where the script takes
-gradients of a pytree too, and those of an array of numpy, which a batch is and an updated parameter is not. Two sets of changing
-arrays are refused, since it is not known which of them is the model.
+microbatches, and the parameters after it are those of the next gradient. The code between them is not seen, so the optimizer and
+its state are unknown. Gradients of other arrays are left out: those of a single array, such as an input, where the script takes
+gradients of a pytree too, and those of numpy arrays, since an updated parameter is a `jax.Array`. Two sets of changing arrays are
+refused, since it is not known which of them is the model.
 
 [Note: two models of one shape] Gradients of two models of the same names and shapes look like those of one that changes. An
 update makes new arrays, and a function that has returned the next parameters returns them at each step. So the script is refused
@@ -50,7 +50,7 @@ class _Call:
 
     @property
     def returned(self) -> list[Value]:
-        """The arrays that it has returned; None in the place of those that are gone."""
+        """The arrays that it has returned; None for those that are gone."""
         return [Value(ref()) for ref in self.refs]
 
     def places(self, values: Sequence[Value]) -> list[int] | None:
@@ -153,7 +153,7 @@ class UpdatesByHand:
         """Whether changed arrays are the parameters.
 
         Raises:
-            UsageError: other arrays are, or it is not known where they change.
+            UsageError: other arrays change too, or one function changes them several times.
         """
         if self._is_left_out(tree[0]) or any(isinstance(value.array, np.ndarray) for value in values):
             for each in (self._at, self._grads, self._calls):
@@ -304,7 +304,7 @@ def optimizer_state_arguments(arguments: Any, params: Mapping[int, str]) -> set[
 
 
 def pmean(x: Any, axis_name: Any, **options: Any) -> Any:
-    """JAX's `pmean`, whose results are the gradients of all ranks if it gets those of one."""
+    """JAX's `pmean`. Of the gradients of one rank its results are those of all ranks."""
     result = _pmean(x, axis_name, **options)
     collector = following()
     if collector is None or collector.in_loss:
