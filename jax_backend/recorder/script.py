@@ -215,10 +215,10 @@ class ScriptRecorder:
         leaves, structure = jax.tree.flatten((args, kwargs))
         own = list(leaves)
         names = {i: name for params in plan.gradients for name, i in params.items()}
-        at = {i: self._moved_by_hand(leaves[i], name) for i, name in names.items()}
+        moved_at = {i: self._moved_by_hand(leaves[i], name) for i, name in names.items()}
         for params in plan.gradients:
-            self._begin_gradient({name: Value(at[i], i in plan.by_rank) for name, i in params.items()}, jitted)
-        self._note_moved((leaves[i], moved) for i, moved in at.items())
+            self._begin_gradient({name: Value(moved_at[i], i in plan.by_rank) for name, i in params.items()}, jitted)
+        self._note_moved((leaves[i], moved) for i, moved in moved_at.items())
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only or self._is_by_hand):
             for i, name in plan.params.items():
                 self._move(leaves[i], name, by_rank=i in plan.by_rank)
@@ -297,13 +297,13 @@ class ScriptRecorder:
         """Call a differentiated function outside of jit."""
         self._patches.libraries()
         leaves = jax.tree_util.tree_flatten_with_path(step.diff(args))[0]
-        at = [self._moved_by_hand(leaf, path_name(path)) for path, leaf in leaves]
+        moved_params = [self._moved_by_hand(leaf, path_name(path)) for path, leaf in leaves]
         found = None
         if step.is_vjp and self._trace is not None:  # whose steps have begun when their operators run
             if not step.takes_gradient(args, kwargs):
                 return step.plain(args, kwargs)[0]
         elif step.is_vjp:
-            self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, at, strict=True))
+            self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
             if self.perturbed_run and self._steps.number == 0:
                 for path, leaf in leaves:
                     self._move(leaf, path_name(path))
@@ -311,11 +311,11 @@ class ScriptRecorder:
             if found[1] is None:
                 return found[0]
         self._is_compiled = False
-        params = {path_name(path): Value(moved) for (path, _), moved in zip(leaves, at, strict=True)}
+        params = {path_name(path): Value(moved) for (path, _), moved in zip(leaves, moved_params, strict=True)}
         self._begin_gradient(params, getattr(step.fun, "__code__", id(step.fun)))
         if self._training is not None:
             self._training.note_returned(())
-        self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, at, strict=True))
+        self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
         if self.perturbed_run and (self._steps.number == 0 or self._is_by_hand):
             for path, leaf in leaves:
                 self._move(leaf, path_name(path))
