@@ -51,13 +51,14 @@ class ScriptRecorder(Protocol):
         ...
 
 
-def run_script(recorder: ScriptRecorder, script: str, arguments: Sequence[str], *, is_module: bool = False) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` would, and record it; returns its exit status, or NOT_RECORDED.
+def run_script(recorder: ScriptRecorder, words: Sequence[str]) -> int:
+    """Run a script or module as `python WORDS` would, and record it; returns its exit status, or NOT_RECORDED.
 
     Args:
-        is_module: `script` is the name of a module, which runs as by `python -m`, with the current folder as the first one of
-            `sys.path`.
+        words: `SCRIPT ARGUMENTS`, or `-m MODULE ARGUMENTS`.
     """
+    is_module = words[0] == "-m"
+    script, *arguments = words[is_module:]
     file = str(module_file(script)) if is_module else script
     sys.argv = [file, *arguments]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
@@ -180,14 +181,14 @@ def flush_files() -> None:
 
 
 def main(run: Callable[..., int]) -> int:
-    """Run and record: OPTIONS SCRIPT ARGUMENTS are on the command line, OPTIONS as JSON. Returns the exit status.
+    """Run and record: OPTIONS WORDS are on the command line, OPTIONS as JSON, WORDS of `run_script`. Returns the exit status.
 
     An error of the script is printed by Python, as that of the script alone.
 
     Args:
-        run: a function of the script, its arguments and the options.
+        run: a function of the words and the options.
     """
-    options, script, *arguments = sys.argv[1:]
+    options, *words = sys.argv[1:]
     given: dict[str, Any] = json.loads(options)
     given["windows"] = [tuple(window) for window in given["windows"]]
     if (watch := given.pop("watch", None)) is not None:
@@ -195,7 +196,7 @@ def main(run: Callable[..., int]) -> int:
 
         given["monitor"] = Monitor(**watch)
     try:
-        return run(script, arguments, **given)
+        return run(words, **given)
     except KeyboardInterrupt:
         flush_files()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

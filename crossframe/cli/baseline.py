@@ -15,7 +15,7 @@ from crossframe.cli.compare import answer
 from crossframe.cli.exit_status import AGREE, SKIP, git_bisect_status
 from crossframe.cli.machine_output import MachineOutput
 from crossframe.cli.option_values import check_perturbed_runs, check_size
-from crossframe.cli.record import name_of, record_script
+from crossframe.cli.record import record_script
 from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.quoting import quote_path
@@ -66,13 +66,9 @@ class Options:
             detail: "sketch" or "full".
         """
         record_script(
-            command.script,
-            command.arguments,
-            is_module=command.is_module,
+            command,
             output=folder,
             framework=self.framework,
-            variables=command.variables,
-            nproc_per_node=command.nproc_per_node,
             perturbed_runs=perturbed_runs,
             every=self.schedule.every,
             dense=self.schedule.dense,
@@ -97,7 +93,7 @@ def golden_path(given: Path | None, words: Sequence[str]) -> Path:
     if not words:
         raise UsageError("baseline: expected --golden FILE, or a training command after --, such as -- python train.py")
     command = _parsed(words)
-    return FOLDER / f"{name_of(command.script, is_module=command.is_module)}{SUFFIX}"
+    return FOLDER / f"{command.name}{SUFFIX}"
 
 
 def record_golden(

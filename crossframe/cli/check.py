@@ -86,10 +86,9 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
     command = TrainingCommand.parse(words, command="check")
     if command.script.suffix != ".py" and not command.is_module:
         raise UsageError(f"check: expected {_EXPECTED}; got {quote(text)}")
-    framework = framework_of(command.script, None, command.nproc_per_node, is_module=command.is_module, command="check")
+    framework = framework_of(command, command="check")
     options = {
         "directory": str(directory.resolve()),
-        "is_module": command.is_module,
         "every": MAX_STEPS,
         "dense": 0,
         "windows": (),
@@ -97,7 +96,7 @@ def _recorded(text: str, directory: Path, steps: int | None) -> Path:
     }
 
     def program(options: dict[str, Any]) -> list[str]:
-        return script_command(framework, command.script, command.arguments, options, command.nproc_per_node)
+        return script_command(framework, command, options)
 
     status, printed, _ = run_program(program, options, captured=True, environment=command.variables)
     if status:

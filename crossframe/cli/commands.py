@@ -152,15 +152,13 @@ def record(
 ) -> None:
     """Run an unchanged training script and record its training."""
     from crossframe.cli.record import record_script
+    from crossframe.cli.training_command import TrainingCommand
 
     with exit_on_error():
         record_script(
-            script,
-            context.args,
-            is_module=module,
+            TrainingCommand(script, tuple(context.args), nproc_per_node=nproc_per_node, is_module=module),
             output=output,
             framework=framework,
-            nproc_per_node=nproc_per_node,
             perturbed_runs=perturbed_runs,
             every=every,
             dense=dense,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from crossframe.cli.option_values import put, write_svg
 from crossframe.cli.record import idle_in, script_command
-from crossframe.cli.training_command import split_variables
+from crossframe.cli.training_command import TrainingCommand, split_variables
 from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
@@ -245,12 +245,14 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
         if "--" in options:
             options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
         at = options.index("--nproc-per-node") + 1 if "--nproc-per-node" in options else 0
-        recorder: dict[str, Any] = {"directory": str(output), "is_module": is_module, "windows": [], "overwrite": True}
+        recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
         if FORWARD_OPTION in options:
             recorder["forward_only"] = True
         if idle := idle_in(options):
             recorder["idle_optimizers"] = idle
-        return script_command(framework, script, arguments, recorder, int(options[at]) if at else None)
+        processes = int(options[at]) if at else None
+        training = TrainingCommand(Path(script), tuple(arguments), nproc_per_node=processes, is_module=is_module)
+        return script_command(framework, training, recorder)
     if shlex.join(stated).startswith(TRAIN):
         return [sys.executable, *stated[1:], "--output", str(output), "--overwrite"]
     if stated and stated[0] == "python" and len(stated) > 1:

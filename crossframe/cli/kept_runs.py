@@ -76,13 +76,9 @@ class KeptRuns:
         began, failed = time.monotonic(), None
         try:
             record_script(
-                command.script,
-                command.arguments,
-                is_module=command.is_module,
+                command,
                 output=self.folder / name,
-                variables=command.variables,
                 framework=self.framework,
-                nproc_per_node=command.nproc_per_node,
                 overwrite=True,
                 prints_to_stderr=True,
                 console=self.console,

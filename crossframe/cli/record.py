@@ -4,25 +4,24 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
 from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.script_imports import is_of_jax
-from crossframe.cli.training_command import MAX_PROCESSES, assignments
+from crossframe.cli.training_command import MAX_PROCESSES, TrainingCommand, assignments
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, MODULE_OPTION, RECORD
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
-from crossframe.scripts import idle_optimizers_file, module_file
+from crossframe.scripts import idle_optimizers_file
 
 MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 """The module of each framework that records a script in its process."""
@@ -32,14 +31,10 @@ MAX_STEPS = 10**9
 
 
 def record_script(
-    script: Path,
-    arguments: Sequence[str],
+    training: TrainingCommand,
     *,
-    is_module: bool = False,
     output: Path | None,
-    variables: Mapping[str, str] = MappingProxyType({}),
     framework: str | None = None,
-    nproc_per_node: int | None,
     perturbed_runs: int,
     every: int,
     dense: int | None = None,
@@ -55,14 +50,11 @@ def record_script(
     prints_to_stderr: bool = False,
     console: Console,
 ) -> None:
-    """Run the script once, and once for each perturbed run.
+    """Run a script or module once, and once for each perturbed run.
 
     Args:
-        is_module: the script is the name of a module, as of `python -m`.
         output: where the recording goes. None: runs/ and the script's name.
-        variables: environment variables that are set for the script.
         framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
-        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
         dense: number of steps that are dense, from the first. None: DENSE, or DENSE_FORWARD with `forward`.
         windows: (start, stop) of further steps that are dense.
         stop_after: number of steps after which the script is ended; None: it runs to its end.
@@ -81,11 +73,11 @@ def record_script(
         FailedRunError: there is no such script, or it failed.
         UsageError: options that do not fit.
     """
-    stated, framework = framework, framework_of(script, framework, nproc_per_node, is_module=is_module)
+    stated, framework = framework, framework_of(training, framework)
     if dense is None:
         dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (
-        ("nproc-per-node", nproc_per_node, 1, MAX_PROCESSES),
+        ("nproc-per-node", training.nproc_per_node, 1, MAX_PROCESSES),
         ("every", every, 1, MAX_STEPS),
         ("dense", dense, 0, MAX_STEPS),
     ):
@@ -100,19 +92,19 @@ def record_script(
         )
     if baseline is not None and not watch:
         raise UsageError("record: --baseline is what --watch compares the run with; pass --watch too")
-    directory = output or Path("runs", name_of(script, is_module=is_module))
+    directory = output or Path("runs", training.name)
     there = (directory / MANIFEST_NAME).exists()
     if there and not overwrite and not top_up:
         raise UsageError(
             f"{directory} holds a recording already; choose another with --output, or replace it with --overwrite"
         )
-    command = [*RECORD.split(), *([MODULE_OPTION] if is_module else []), str(script)]
+    command = [*RECORD.split(), *([MODULE_OPTION] if training.is_module else []), str(training.script)]
     if stated is not None:
         command += ["--framework", stated]
     if forward:
         command.append(FORWARD_OPTION)
-    if nproc_per_node is not None:
-        command += ["--nproc-per-node", str(nproc_per_node)]
+    if training.nproc_per_node is not None:
+        command += ["--nproc-per-node", str(training.nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
     if detail != "auto":
@@ -121,16 +113,15 @@ def record_script(
     if top_up:
         recording = Recording.open(directory)
         idle_optimizers = idle_optimizers or idle_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
-        first = _missing(recording, _text(variables, command, idle_optimizers, arguments), perturbed_runs)
+        first = _missing(recording, _text(training, command, idle_optimizers), perturbed_runs)
 
     def program(options: dict[str, Any]) -> list[str]:
-        stated = {COMMAND: _text(variables, command, options.get("idle_optimizers", ()), arguments)}
-        return script_command(framework, script, arguments, options | {"settings": stated}, nproc_per_node)
+        stated = {COMMAND: _text(training, command, options.get("idle_optimizers", ()))}
+        return script_command(framework, training, options | {"settings": stated})
 
     for perturbed_run in range(first, perturbed_runs + 1):
         options: dict[str, Any] = {
             "directory": str(directory.resolve()),
-            "is_module": is_module,
             "every": every,
             "dense": dense,
             "windows": windows,
@@ -142,13 +133,15 @@ def record_script(
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
-        status, _, idle = run_program(program, options, prints_to_stderr=prints_to_stderr, environment=variables)
+        status, _, idle = run_program(
+            program, options, prints_to_stderr=prints_to_stderr, environment=training.variables
+        )
         if idle != [*idle_optimizers]:
             idle_optimizers = idle
             numbers = shlex.join(_options_of(idle))
             console.print(f"ran again without optimizers that the script does not use: {numbers}", highlight=False)
         if status:
-            what = f"perturbed run {perturbed_run} of {script}" if perturbed_run else str(script)
+            what = f"perturbed run {perturbed_run} of {training.script}" if perturbed_run else str(training.script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
             raise FailedRunError(f"{what} was not recorded, or not to its end: {how}")
         console.print(
@@ -183,12 +176,10 @@ def _options_of(idle_optimizers: Sequence[int]) -> list[str]:
     return [word for number in idle_optimizers for word in (IDLE_OPTION, str(number))]
 
 
-def _text(
-    variables: Mapping[str, str], command: Sequence[str], idle_optimizers: Sequence[int], arguments: Sequence[str]
-) -> str:
+def _text(training: TrainingCommand, command: Sequence[str], idle_optimizers: Sequence[int]) -> str:
     """The command line that repeats a recording."""
-    words = [*command, *_options_of(idle_optimizers), *(["--", *arguments] if arguments else [])]
-    return assignments(variables) + shlex.join(words)
+    words = [*command, *_options_of(idle_optimizers), *(["--", *training.arguments] if training.arguments else [])]
+    return assignments(training.variables) + shlex.join(words)
 
 
 def idle_in(command: Sequence[str]) -> list[int]:
@@ -212,27 +203,10 @@ def _idle_optimizers(directory: Path) -> list[int]:
     return found[0] if found and all(each == found[0] for each in found) else []
 
 
-def name_of(script: Path, *, is_module: bool) -> str:
-    """The name of a script or module, without folders and packages.
-
-    >>> name_of(Path("x/train.py"), is_module=False), name_of(Path("x.train"), is_module=True)
-    ('train', 'train')
-    """
-    return script.name.rpartition(".")[2] if is_module else script.stem
-
-
-def framework_of(
-    script: Path,
-    stated: str | None,
-    nproc_per_node: int | None,
-    *,
-    is_module: bool = False,
-    command: str = "record",
-) -> str:
+def framework_of(training: TrainingCommand, stated: str | None = None, *, command: str = "record") -> str:
     """The framework of a script: the stated one, or JAX if it imports JAX and not torch.
 
     Args:
-        is_module: the script is the name of a module.
         command: the command of crossframe, for errors.
 
     Raises:
@@ -240,19 +214,16 @@ def framework_of(
         FailedRunError: no such script.
         UsageError: no such framework, or processes for a script of JAX.
     """
-    if is_module:
-        try:
-            script = module_file(str(script))
-        except UsageError as error:
-            raise FailedRunError(f"{command}: {error}") from None
-    elif not script.is_file():
-        raise FailedRunError(f"{command}: expected the path of a training script, but {script} is not a file")
+    try:
+        file = training.file()
+    except UsageError as error:
+        raise FailedRunError(f"{command}: {error}") from None
     if stated not in (None, *MODULES):
         raise UsageError(f"{command}: --framework: expected torch or jax, got {stated!r}")
-    framework = stated or ("jax" if is_of_jax(script, Path() if is_module else None) else "torch")
+    framework = stated or ("jax" if is_of_jax(file, Path() if training.is_module else None) else "torch")
     if find_spec(framework) is None:
         raise ModuleNotFoundError(name=framework)
-    if framework == "jax" and nproc_per_node is not None:
+    if framework == "jax" and training.nproc_per_node is not None:
         raise UsageError(
             f"{command}: --nproc-per-node starts processes of torch; a script of JAX is recorded in one process with all its "
             "devices (on a CPU, JAX_NUM_CPU_DEVICES sets their number), or by this command in each process that calls "
@@ -275,17 +246,14 @@ def _missing(recording: Recording, command: str, perturbed_runs: int) -> int:
     return present + 1
 
 
-def script_command(
-    framework: str, script: str | Path, arguments: Sequence[str], options: dict[str, Any], nproc_per_node: int | None
-) -> list[str]:
+def script_command(framework: str, training: TrainingCommand, options: dict[str, Any]) -> list[str]:
     """The command line of the process that runs and records a script.
 
     Args:
         framework: "torch" or "jax".
         options: of its `Recorder`, as JSON, and its directory.
-        nproc_per_node: processes that torchrun starts; None: one, without torchrun.
     """
-    of_script = [json.dumps(options), str(script), *arguments]
-    if nproc_per_node is None:
+    of_script = [json.dumps(options), *training.words_of_python()]
+    if training.nproc_per_node is None:
         return module_command(f"{MODULES[framework]}:main", of_script)
-    return module_command(f"{MODULES[framework]}:launch", [str(nproc_per_node), *of_script])
+    return module_command(f"{MODULES[framework]}:launch", [str(training.nproc_per_node), *of_script])

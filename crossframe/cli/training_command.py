@@ -9,6 +9,7 @@ from pathlib import Path
 from crossframe.cli.option_values import check_size
 from crossframe.errors import UsageError
 from crossframe.quoting import quote
+from crossframe.scripts import module_file
 
 MAX_PROCESSES = 1024
 EXAMPLES = "'train.py --lr 1e-3' or 'torchrun --nproc-per-node 2 train.py'"
@@ -75,10 +76,33 @@ class TrainingCommand:
         return (
             *(f"{name}={value}" for name, value in self.variables.items()),
             *launcher,
-            *(["-m"] if self.is_module else []),
-            str(self.script),
-            *self.arguments,
+            *self.words_of_python(),
         )
+
+    def words_of_python(self) -> tuple[str, ...]:
+        """What stands on a command line after `python`."""
+        return (*(["-m"] if self.is_module else []), str(self.script), *self.arguments)
+
+    @property
+    def name(self) -> str:
+        """The name of the script or module, without folders and packages.
+
+        >>> TrainingCommand(Path("x/train.py")).name, TrainingCommand(Path("x.train"), is_module=True).name
+        ('train', 'train')
+        """
+        return self.script.name.rpartition(".")[2] if self.is_module else self.script.stem
+
+    def file(self) -> Path:
+        """The file that Python runs.
+
+        Raises:
+            UsageError: there is no such script or module.
+        """
+        if self.is_module:
+            return module_file(str(self.script))
+        if not self.script.is_file():
+            raise UsageError(f"expected the path of a training script, but {self.script} is not a file")
+        return self.script
 
     def __str__(self) -> str:
         return assignments(self.variables) + shlex.join(self.words()[len(self.variables) :])

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from crossframe.cli.explain import explained, request_of
 from crossframe.cli.record import script_command
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.operators import Finding, Operator, Request, Trace, find
 from crossframe.operators.request import TRACE_NAME
@@ -145,7 +146,9 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
         _run_here(program, script, pair, folder, settings)
         return Recording.open(folder)
     options = {"directory": str(folder), "dense": 2, "windows": [], "overwrite": True, "settings": settings}
-    command = script_command("torch", script, pair.arguments, options, pair.num_ranks)
+    command = script_command(
+        "torch", TrainingCommand(script, tuple(pair.arguments), nproc_per_node=pair.num_ranks), options
+    )
     status, printed = run(command, captured=True, timeout=TIMEOUT)
     if status:
         last = "\n".join(printed.strip().splitlines()[-12:])
@@ -156,7 +159,7 @@ def _recorded(program: str, script: Path, pair: Pair, folder: Path) -> Recording
 def _run_here(program: str, script: Path, pair: Pair, folder: Path, settings: dict[str, str]) -> None:
     """Run a program of one process, which records itself or is recorded, and ends early where a trace is asked for."""
     if program != JAX:
-        record_script(str(script), pair.arguments, str(folder), dense=2, overwrite=True, settings=settings)
+        record_script([str(script), *pair.arguments], str(folder), dense=2, overwrite=True, settings=settings)
         return
     before = sys.argv
     sys.argv = [str(script), pair.dtype, str(folder)]
@@ -224,7 +227,7 @@ def _compiled_answer(fault: BackendFault, folder: Path) -> Answer:
     os.environ.update(environment := request.to_environment())
     try:
         arguments = ["float32", fault.name, "eager"]
-        record_script(str(path_of(COMPILED)), arguments, str(folder / "recording"), overwrite=True)
+        record_script([str(path_of(COMPILED)), *arguments], str(folder / "recording"), overwrite=True)
     finally:
         for name in environment:
             del os.environ[name]

@@ -16,7 +16,7 @@ recorded and takes as long again. So the script gets the same bits whichever ste
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
 from crossframe.recording.known_settings import NOT_RECORDED
-from crossframe.recording.perturbed_runs import perturbed_run_number, perturbed_values
+from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
 from jax_backend.recorder._array_interior import may_be_batch
@@ -42,9 +41,9 @@ from jax_backend.recorder._manifest import program
 from jax_backend.recorder._model_calls import following_models
 from jax_backend.recorder._model_state import carried
 from jax_backend.recorder._module_calls import canonical_module
+from jax_backend.recorder._moved_params import MovedParams
 from jax_backend.recorder._operator_trace import OperatorTrace
 from jax_backend.recorder._optimizer_settings import noted
-from jax_backend.recorder._params_as_arrays import placed_like
 from jax_backend.recorder._params_as_shards import frozen_names, names_by_path
 from jax_backend.recorder._patches import Patches
 from jax_backend.recorder._recorder import Recorder
@@ -68,7 +67,7 @@ from jax_backend.recorder._taps import (
 )
 from jax_backend.recorder._updates_by_hand import check_scans, optimizer_state_arguments
 from jax_backend.shards._sharded_params import ShardedParams
-from jax_backend.tree import is_floating, path_name
+from jax_backend.tree import path_name
 
 _MOST_BYTES = 4 * 2**30
 """The largest result of a program for the steps inside of it."""
@@ -123,11 +122,9 @@ class ScriptRecorder:
         begin = self._begin if request is None else None
         self._training = None if self.forward_only else Steps(begin, self._stepped)
         self._steps = self._training or ForwardSteps(begin, self._stepped)
-        self._moved: dict[int, tuple[Any, Any]] = {}
-        self._shifts: dict[str, Any] = {}
+        self._moved = MovedParams(self.perturbed_run, forward_only=self.forward_only)
         self._returned: tuple[Value, ...] = ()
         self._places: dict[str, int] = {}
-        self._initial: dict[str, np.ndarray] = {}
         self._patches, self._root = Patches(forward_only=self.forward_only), Root(self)
         self._hidden: set[str] = set()
         self._is_compiled = True
@@ -218,11 +215,11 @@ class ScriptRecorder:
         moved_at = {i: self._moved_by_hand(leaves[i], name) for i, name in names.items()}
         for params in plan.gradients:
             self._begin_gradient({name: Value(moved_at[i], i in plan.by_rank) for name, i in params.items()}, jitted)
-        self._note_moved((leaves[i], moved) for i, moved in moved_at.items())
+        self._moved.note((leaves[i], moved) for i, moved in moved_at.items())
         if self.perturbed_run and (self._steps.number == 0 or self.forward_only or self._is_by_hand):
             for i, name in plan.params.items():
                 self._move(leaves[i], name, by_rank=i in plan.by_rank)
-            leaves = [self._now(leaf) for leaf in leaves]
+            leaves = [self._moved.now(leaf) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, leaves)
         at = [i for i in plan.batch if not self._is_of_model(own[i])]
         if GRADIENT in plan.kinds:
@@ -303,7 +300,7 @@ class ScriptRecorder:
             if not step.takes_gradient(args, kwargs):
                 return step.plain(args, kwargs)[0]
         elif step.is_vjp:
-            self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
+            self._moved.note((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
             if self.perturbed_run and self._steps.number == 0:
                 for path, leaf in leaves:
                     self._move(leaf, path_name(path))
@@ -315,12 +312,12 @@ class ScriptRecorder:
         self._begin_gradient(params, getattr(step.fun, "__code__", id(step.fun)))
         if self._training is not None:
             self._training.note_returned(())
-        self._note_moved((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
+        self._moved.note((leaf, moved) for (_, leaf), moved in zip(leaves, moved_params, strict=True))
         if self.perturbed_run and (self._steps.number == 0 or self._is_by_hand):
             for path, leaf in leaves:
                 self._move(leaf, path_name(path))
             args, kwargs = self.replaced(args), self.replaced(kwargs)
-        own = {id(self._now(leaf)) for _, leaf in leaves}
+        own = {id(self._moved.now(leaf)) for _, leaf in leaves}
         before = jax.tree.leaves((args, kwargs))
         if self._trace is not None:
             self._trace.begin_step(self._steps.number)
@@ -341,7 +338,7 @@ class ScriptRecorder:
         if self._trace is None and self._is_dense(self._steps.number):
             with_interior = step.with_interior(args, kwargs)[1]
             tap = merged([tap], [with_interior])[0]
-        self._add([tap], batch, {id(moved): leaf for leaf, moved in self._moved.values()})
+        self._add([tap], batch, self._moved.originals())
         return result
 
     def begins_call(self, params: Mapping[str, Any]) -> Detail:
@@ -357,19 +354,11 @@ class ScriptRecorder:
 
     def replaced(self, tree: Any) -> Any:
         """A pytree with the initial parameters of this run."""
-        return jax.tree.map(self._now, tree) if self._moved else tree
+        return self._moved.replaced(tree)
 
     def shifted(self, updates: Any) -> Any:
         """Updates that lead from a script's own initial parameters to where those of a perturbed run lead."""
-
-        def shifted(path: Any, leaf: Any) -> Any:
-            if (shift := self._shifts.get(path_name(path))) is None or shift.shape != leaf.shape:
-                return leaf
-            found = leaf + shift.astype(leaf.dtype)
-            self._moved[id(found)] = found, leaf
-            return found
-
-        return jax.tree_util.tree_map_with_path(shifted, updates) if self._shifts else updates
+        return self._moved.shifted_updates(updates)
 
     def follows(self, jitted: JittedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a jitted function takes gradients or updates parameters."""
@@ -500,37 +489,14 @@ class ScriptRecorder:
 
     def _move(self, leaf: Any, name: str, *, by_rank: bool = False) -> None:
         """Give a perturbed run its own initial value of a parameter, on all ranks alike."""
-        if id(leaf) in self._moved or not is_floating(leaf) or self._is_updated(leaf):
-            return
-        if self._steps.number and not self.forward_only:
-            return
-        values = np.asarray(leaf)
-        if self.forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
-            moved = leaf  # the model keeps what it was given
-        else:
-            moved = [perturbed_values(name, each, self.perturbed_run) for each in (values if by_rank else [values])]
-            moved = placed_like(leaf, np.stack(moved) if by_rank else moved[0])
-            self._initial[name] = np.asarray(moved)
-            if np.shape(moved):
-                self._shifts[name] = moved - leaf
-        self._moved[id(leaf)] = leaf, moved
-        self._moved[id(moved)] = moved, moved
+        if (self.forward_only or not self._steps.number) and not self._is_updated(leaf):
+            self._moved.move(leaf, name, by_rank=by_rank)
 
     def _moved_by_hand(self, leaf: Any, name: str) -> Any:
-        """A parameter in a perturbed run of a script that adds gradients to its own parameters, which are not moved: it stays as
-        far from them as it was at the beginning."""
-        shift = self._shifts.get(name)
-        if shift is None or not self._is_by_hand or any(leaf is value.array for value in self._returned):
+        """A parameter in a perturbed run of a script that adds gradients to its own parameters, which are not moved."""
+        if not self._is_by_hand or any(leaf is value.array for value in self._returned):
             return leaf
-        return self._moved[id(leaf)][1] if id(leaf) in self._moved else leaf + shift
-
-    def _note_moved(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        for leaf, moved in pairs:
-            if moved is not leaf:
-                self._moved |= {id(leaf): (leaf, moved), id(moved): (moved, moved)}
-
-    def _now(self, leaf: Any) -> Any:
-        return self._moved[id(leaf)][1] if id(leaf) in self._moved else leaf
+        return self._moved.shifted(leaf, name)
 
     # Steps
 
@@ -573,9 +539,7 @@ class ScriptRecorder:
         return recorder
 
     def _stepped(self, loss: Any) -> None:
-        self._moved.clear()
-        if not self._is_by_hand:
-            self._shifts.clear()
+        self._moved.end_step(is_by_hand=self._is_by_hand)
         if self._trace is not None and self._trace.active:
             self._trace.finish(loss)
 
@@ -609,13 +573,13 @@ def _arguments(tap: PackedTap, what: str) -> dict[str, int]:
     return {name: reference[1] for name, reference in zip(tap.about[0], own, strict=False) if reference[0] == "in"}
 
 
-def run(script: str, arguments: Sequence[str], directory: str, *, is_module: bool = False, **options: Any) -> int:
+def run(words: Sequence[str], directory: str, **options: Any) -> int:
     """`crossframe.scripts.run_script` with the recorder of this module.
 
     Args:
         directory, options: of `Recorder`.
     """
-    return run_script(ScriptRecorder(directory, **options), script, arguments, is_module=is_module)
+    return run_script(ScriptRecorder(directory, **options), words)
 
 
 def main() -> int:

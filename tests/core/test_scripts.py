@@ -53,31 +53,31 @@ def test_a_script_runs_as_main_with_its_arguments_and_its_folder(script, end):
     recorder = Recorder()
     text = "import sys, beside\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1'] and beside.value == 7\n"
     path = script(text + end)
-    assert run_script(recorder, path, ["--lr", "1"]) == 0
+    assert run_script(recorder, [path, "--lr", "1"]) == 0
     assert recorder.notes == ["watching", "watched", None] and sys.argv[0] == path
 
 
 def test_lines_of_a_script_state_its_path_as_given(script, tmp_path, monkeypatch):
     path = script("x = 1\n")
     monkeypatch.chdir(tmp_path)
-    assert run_script(Recorder(), "train.py", []) == 0
+    assert run_script(Recorder(), ["train.py"]) == 0
     assert line_of(path, 1, "<module>") == SourceLine("train.py", 1, "<module>", "x = 1")
 
 
 def test_a_script_that_fails_ends_as_it_would_alone(script):
     recorder = Recorder()
     with pytest.raises(SystemExit) as ended:
-        run_script(recorder, script("raise SystemExit(3)"), [])
+        run_script(recorder, [script("raise SystemExit(3)")])
     assert ended.value.code == 3 and recorder.notes == ["watching", "watched", ended.value]
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError) as failed:
-        run_script(recorder, script("1 / 0"), [])
+        run_script(recorder, [script("1 / 0")])
     assert recorder.notes == ["watching", "watched", failed.value]
 
 
 def test_a_script_that_trains_nothing_is_not_recorded(script, capsys):
     recorder = Recorder(refuses=True)
-    assert run_script(recorder, script(""), []) == NOT_RECORDED == 3
+    assert run_script(recorder, [script("")]) == NOT_RECORDED == 3
     assert isinstance(recorder.notes[-1], UsageError)
     assert capsys.readouterr().err.endswith("crossframe: not recorded: nothing was trained\n")
 
@@ -85,7 +85,7 @@ def test_a_script_that_trains_nothing_is_not_recorded(script, capsys):
 def test_options_are_json_and_windows_are_pairs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["child", '{"windows": [[2, 5]], "detail": "full"}', "train.py", "--lr", "1"])
     assert main(lambda *arguments, **options: (arguments, options)) == (
-        ("train.py", ["--lr", "1"]),
+        (["train.py", "--lr", "1"],),
         {"windows": [(2, 5)], "detail": "full"},
     )
 
@@ -122,7 +122,7 @@ class Recorder:
     def finish(self, error=None):
         pass
 
-sys.exit(main(lambda script, arguments, **options: run_script(Recorder(), script, arguments)))
+sys.exit(main(lambda words, **options: run_script(Recorder(), words)))
 """
 ENDS = {
     "plain": "def f(x):\n    return 1 / x\n\nf(0)\n",

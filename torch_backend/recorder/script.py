@@ -476,13 +476,13 @@ def _params_of(optimizer: Optimizer) -> set[int]:
     return {id(param) for param in params_of(optimizer)}
 
 
-def run(script: str, arguments: Sequence[str], directory: str, *, is_module: bool = False, **options: Any) -> int:
+def run(words: Sequence[str], directory: str, **options: Any) -> int:
     """`crossframe.scripts.run_script` with the recorder of this module.
 
     Args:
         directory, options: of `Recorder`.
     """
-    return run_script(ScriptRecorder(directory, **options), script, arguments, is_module=is_module)
+    return run_script(ScriptRecorder(directory, **options), words)
 
 
 def main() -> int:
@@ -496,7 +496,7 @@ def main() -> int:
 def launch() -> int:
     """Run torchrun with processes that run `main`; returns the exit status.
 
-    NPROC_PER_NODE OPTIONS SCRIPT ARGUMENTS are on the command line.
+    NPROC_PER_NODE OPTIONS WORDS are on the command line, the latter two as of `main`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

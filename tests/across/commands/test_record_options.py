@@ -186,7 +186,7 @@ def test_modules_are_recorded_as_scripts_are(package, capsys):
     ]
     assert compare(*recordings).verdict is Verdict.EQUAL
     again = command_of(shlex.split(recordings[0].manifest.settings[COMMAND]), Path("out"), 1, "torch")
-    assert again[-2:] == ["pkg.train", "0.1"] and json.loads(again[-3])["is_module"] is True
+    assert again[-3:] == ["-m", "pkg.train", "0.1"]
 
 
 @pytest.mark.parametrize("name", ["pkg.missing", "missing", "pkg.train.missing"])

@@ -32,7 +32,8 @@ def trained(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text("")
     trained = []
 
-    def record_script(script, arguments, *, output, variables, stop_after, every, dense, windows, **_):
+    def record_script(training, *, output, stop_after, every, dense, windows, **_):
+        arguments, variables = training.arguments, training.variables
         if "--fails" in arguments:
             raise FailedRunError("train.py was not recorded")
         scale = 1.0
@@ -81,12 +82,12 @@ def test_perturbed_runs_measure_rounding_in_every_recording(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
 
-    def record_script(script, arguments, *, output, perturbed_runs, stop_after, every, dense, windows, **_):
+    def record_script(training, *, output, perturbed_runs, stop_after, every, dense, windows, **_):
         def tamper(seed):
             rounds = synthetic.jitter(seed, 2e-7)
 
             def change(phase, step, rank, name, array):
-                is_wrong = "--other" in arguments and step >= 4 and (phase, name) == ("reduce", "embed")
+                is_wrong = "--other" in training.arguments and step >= 4 and (phase, name) == ("reduce", "embed")
                 return rounds(phase, step, rank, name, array * np.float32(1.00006) if is_wrong else array)
 
             return change
@@ -94,7 +95,7 @@ def test_perturbed_runs_measure_rounding_in_every_recording(monkeypatch, tmp_pat
         made = synthetic.manifest(
             dtype="float32", steps=min(STEPS, stop_after or STEPS), schedule=Schedule(dense, every, tuple(windows))
         )
-        synthetic.record(output, made, tamper=tamper(100 if "--other" in arguments else 0), overwrite=True)
+        synthetic.record(output, made, tamper=tamper(100 if "--other" in training.arguments else 0), overwrite=True)
         for number in range(1, perturbed_runs + 1):
             path = output / perturbed_run_folder(number)
             synthetic.record(path, made, tamper=tamper(number), overwrite=True)

@@ -19,7 +19,7 @@ def run(tmp_path, monkeypatch):
         path, variables, own = tmp_path / "script.py", {}, crossframe.scripts.run_as_main
         path.write_text(text)
         monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda *of: variables.update(own(*of)))
-        status = script.run(str(path), (), **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
+        status = script.run([str(path)], **({"directory": str(tmp_path / name), "every": 2, "dense": 1} | options))
         monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
         return status, variables
 

@@ -25,7 +25,7 @@ def record(text, path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (path.parent / "script.py").write_text(text)
     file = str(path.parent / "script.py")
-    assert script.run(file, (), directory=str(path), every=100, dense=0, stop_after=1) == 0
+    assert script.run([file], directory=str(path), every=100, dense=0, stop_after=1) == 0
     return Recording.open(path)
 
 

@@ -119,7 +119,7 @@ def run(tmp_path, monkeypatch):
         path.write_text(HEAD + text)
         monkeypatch.setattr(crossframe.scripts, "run_as_main", lambda *of: variables.update(own(*of)))
         options = {"directory": str(tmp_path / name), "forward_only": True, "dense": 2} | options
-        status = script.run(str(path), (), **options)
+        status = script.run([str(path)], **options)
         monkeypatch.setattr(crossframe.scripts, "run_as_main", own)
         return status, variables.get("result"), variables
 

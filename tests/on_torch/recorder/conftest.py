@@ -26,6 +26,6 @@ def run(tmp_path, monkeypatch):
         path = tmp_path / "script.py"
         path.write_text(HEAD + text)
         given = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1} | options
-        return script.run(str(path), arguments, **given)
+        return script.run([str(path), *arguments], **given)
 
     return run

@@ -269,7 +269,7 @@ def run(tmp_path, monkeypatch):
         given: dict[str, Any] = {"directory": str(tmp_path / name), "every": 1, "dense": 1} | options
         ends = pytest.raises(ValueError, match="at its end") if "fails" in arguments else nullcontext()
         with ends:
-            assert script.run(str(path), (str(seen), *arguments), **given) == 0
+            assert script.run([str(path), str(seen), *arguments], **given) == 0
         return torch.load(seen), Recording.open(tmp_path / name, partial=True)
 
     return run

@@ -41,7 +41,9 @@ def stopped(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [*sys.path])
         path = tmp_path / "script.py"
         path.write_text(SCRIPT)
-        assert script.run(str(path), arguments, directory=str(tmp_path / name), every=100, dense=0, stop_after=2) == 0
+        assert (
+            script.run([str(path), *arguments], directory=str(tmp_path / name), every=100, dense=0, stop_after=2) == 0
+        )
         return Recording.open(tmp_path / name)
 
     return run

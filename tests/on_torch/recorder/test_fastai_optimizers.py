@@ -77,7 +77,7 @@ def recorded(tmp_path, monkeypatch):
             monkeypatch.setattr(sys, "argv", sys.argv)
             path = tmp_path / f"{i}.py"
             path.write_text(text)
-            assert script.run(str(path), (), directory=str(tmp_path / str(i)), every=1, dense=3) == 0
+            assert script.run([str(path)], directory=str(tmp_path / str(i)), every=1, dense=3) == 0
             found.append(Recording.open(tmp_path / str(i)))
         return found
 

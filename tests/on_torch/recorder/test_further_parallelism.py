@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from crossframe.cli.record import record_script
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import UsageError
 from crossframe.recording import Recording
 from crossframe.recording.event_format import UPDATE
@@ -558,10 +559,11 @@ def test_unchanged_parallel_scripts_are_recorded(forks, tmp_path, kind, microbat
     path.write_text(SCRIPT)
     options = {"every": 1, "dense": 1, "perturbed_runs": 0, "windows": (), "overwrite": False}
     for name, ranks in (("one", None), (kind, 2)):
-        given = options | {"output": tmp_path / name, "nproc_per_node": ranks}
+        given = options | {"output": tmp_path / name}
         console = Console(file=StringIO())
         more = ("divided",) if kind == "divided" else ()
-        record_script(path, (name, str(microbatches), *more), console=console, **given)
+        command = TrainingCommand(path, (name, str(microbatches), *more), nproc_per_node=ranks)
+        record_script(command, console=console, **given)
     one, divided = Recording.open(tmp_path / "one"), Recording.open(tmp_path / kind)
     assert compare(one, divided).verdict in FINE, compare(one, divided)
     assert divided.manifest.mesh.world_size == 1

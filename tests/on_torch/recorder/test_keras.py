@@ -133,7 +133,7 @@ def recorded(tmp_path, monkeypatch):
         name = str(next(numbers))
         path = tmp_path / f"{name}.py"
         path.write_text(text.format(batch=batch, accumulate=accumulate, scale=scale, rate=rate) + _LOOPS[loop])
-        assert script.run(str(path), (), directory=str(tmp_path / name), every=1, dense=4) == 0
+        assert script.run([str(path)], directory=str(tmp_path / name), every=1, dense=4) == 0
         return Recording.open(tmp_path / name)
 
     return record

@@ -235,7 +235,7 @@ def test_a_recorder_traces_the_step_that_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "s.py").write_text(SCRIPT + LOOP)
     for name, value in Request(str(tmp_path), 1, 0, FORWARD, "attention").to_environment().items():
         monkeypatch.setenv(name, value)
-    assert script.run(str(tmp_path / "s.py"), [], str(tmp_path / "run")) == 0
+    assert script.run([str(tmp_path / "s.py")], str(tmp_path / "run")) == 0
     operators = Trace.read(tmp_path / TRACE_NAME).operators
     assert operators and {op.module.split(".")[0] for op in operators} == {"attention"}
     assert not (tmp_path / "run").exists()
@@ -249,7 +249,7 @@ def test_explain_makes_both_runs_again(forks, tmp_path, capsys, monkeypatch):
         path = tmp_path / f"{name}.py"
         path.write_text((SCRIPT + LOOP).replace("math.sqrt(4)", scale))
         settings = {COMMAND: shlex.join(["crossframe", "record", str(path)])}
-        assert script.run(str(path), [], str(tmp_path / name), settings=settings) == 0
+        assert script.run([str(path)], str(tmp_path / name), settings=settings) == 0
     status = explain(
         (tmp_path / "a", tmp_path / "b"),
         folder=None,
@@ -346,6 +346,6 @@ def test_compiled_modules_are_judged_in_the_step_asked_for(tmp_path, monkeypatch
     request = Request(str(tmp_path), 1, 0, BACKWARD, "", judged=True, compiled=True)
     for name, value in request.to_environment().items():
         monkeypatch.setenv(name, value)
-    assert script.run(str(tmp_path / "s.py"), ["operator"], str(tmp_path / "run")) == 0
+    assert script.run([str(tmp_path / "s.py"), "operator"], str(tmp_path / "run")) == 0
     first = Trace.read(tmp_path / TRACE_NAME).outside()[0]
     assert (first.name, first.module) == ("compiled.gelu", "0")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from crossframe.cli.record import record_script, script_command
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.errors import UsageError
 from crossframe.inspection import inspect
 from crossframe.recording import Recording
@@ -196,18 +197,18 @@ for step in range(3):
 """
 
 
-def record(folder: Path, **options):
+def record(folder: Path, *, nproc_per_node: int | None = None, **options):
     """Record a script by the command's function."""
+    training = TrainingCommand(folder / "script.py", nproc_per_node=nproc_per_node)
     given = {
         "output": folder / "out",
-        "nproc_per_node": None,
         "perturbed_runs": 0,
         "every": 2,
         "dense": 1,
         "windows": (),
         "overwrite": False,
     }
-    return record_script(folder / "script.py", (), console=Console(file=StringIO()), **(given | options))
+    return record_script(training, console=Console(file=StringIO()), **(given | options))
 
 
 @pytest.mark.exhaustive
@@ -256,9 +257,9 @@ def test_a_recorded_process_ends_without_finalizing_the_interpreter(tmp_path):
     """See [Note: threads of gloo]."""
     (tmp_path / "script.py").write_text(HEAD + PLAIN + LEAVES)
     options = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1, "windows": []}
-    arguments = ["--ddp", str(tmp_path / "text")]
+    arguments = ("--ddp", str(tmp_path / "text"))
     ended = subprocess.run(
-        script_command("torch", tmp_path / "script.py", arguments, options, None),
+        script_command("torch", TrainingCommand(tmp_path / "script.py", arguments), options),
         env=os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
         capture_output=True,
         text=True,
@@ -308,7 +309,7 @@ def test_spawned_workers_import_the_packages_of_the_script(tmp_path):
     (own / "rows.py").write_text("row = lambda i: [float(i)] * 4\n")
     (tmp_path / "script.py").write_text(USES_OWN_EXPERIMENTS)
     options = {"directory": str(tmp_path / "out"), "every": 2, "dense": 1, "windows": []}
-    command = script_command("torch", tmp_path / "script.py", [], options, None)
+    command = script_command("torch", TrainingCommand(tmp_path / "script.py"), options)
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "at exit 2\n"), ended.stderr
     assert Recording.open(tmp_path / "out").num_steps == 2
@@ -1021,7 +1022,7 @@ def test_a_scripts_own_options_stand_behind_two_dashes(monkeypatch):
     called = []
     monkeypatch.setattr("crossframe.cli.record.record_script", lambda *args, **options: called.append(args))
     assert status_of("record", "train.py", "--every", "3", "--", "--epochs", "3", "more") == 0
-    assert called == [(Path("train.py"), ["--epochs", "3", "more"])]
+    assert called == [(TrainingCommand(Path("train.py"), ("--epochs", "3", "more")),)]
     assert status_of("record", "train.py", "--steps", "3") == 2
     assert len(called) == 1
 

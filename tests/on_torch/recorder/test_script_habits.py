@@ -121,7 +121,7 @@ def test_a_loss_with_cached_gradients_counts_once(tmp_path, monkeypatch):
     for i, text in enumerate((CONTRASTIVE, CACHED, wrong)):
         path = tmp_path / f"{i}.py"
         path.write_text(text)
-        assert script.run(str(path), (), directory=str(tmp_path / str(i)), every=1, dense=1) == 0
+        assert script.run([str(path)], directory=str(tmp_path / str(i)), every=1, dense=1) == 0
         recordings.append(Recording.open(tmp_path / str(i)))
     plain, cached, wrong = recordings
     assert cached.losses() == pytest.approx(plain.losses())

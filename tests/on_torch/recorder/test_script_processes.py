@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from crossframe.cli.record import script_command
+from crossframe.cli.training_command import TrainingCommand
 from crossframe.recording import Recording
 from crossframe.scripts import NOT_RECORDED
 from crossframe.verdict import Verdict, compare
@@ -70,7 +71,9 @@ def record(tmp_path):
     def record(name, text, *arguments, ranks=None, **options):
         (tmp_path / "script.py").write_text(HEAD + text)
         options = {"directory": str(tmp_path / name), "every": 2, "dense": 1, "windows": []} | options
-        command = script_command("torch", tmp_path / "script.py", arguments, options, ranks)
+        command = script_command(
+            "torch", TrainingCommand(tmp_path / "script.py", arguments, nproc_per_node=ranks), options
+        )
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     return record
