@@ -22,17 +22,17 @@ from crossframe.operators.source import call_file
 
 NOT_RECORDED = 3
 """Exit status of a script that ran but was not recorded."""
-_IDLE_OPTIMIZERS = "idle_optimizers.{}.json"
+_RUN_AGAIN = "run_again.{}.json"
 
 
-def idle_optimizers_file(directory: Path, rank: str) -> Path:
-    """The file of a recording without steps in which a rank lists the optimizers that the script has made and not used, by their
-    numbers in the order in which they are made. The command records again without them.
+def run_again_file(directory: Path, rank: str) -> Path:
+    """The file of a recording without steps in which a rank states options of the recorder with which there would be steps, in
+    JSON. The command records again with them (`crossframe.cli.record.run_program`).
 
     Args:
         rank: its number; "*": a pattern of the files of all ranks.
     """
-    return directory / _IDLE_OPTIMIZERS.format(rank)
+    return directory / _RUN_AGAIN.format(rank)
 
 
 class ScriptRecorder(Protocol):

@@ -129,6 +129,14 @@ def record(
             "May be repeated. Default: found by a second run if needed."
         ),
     ] = None,
+    by_hand: Annotated[
+        bool,
+        typer.Option(
+            "--by-hand",
+            help="The script changes its parameters by itself, without an optimizer of torch. Default: found by a second run if "
+            "needed.",
+        ),
+    ] = False,
     forward: Annotated[
         bool,
         typer.Option(
@@ -164,6 +172,7 @@ def record(
             dense=dense,
             windows=tuple(window_of(each) for each in window or ()),
             idle_optimizers=tuple(idle_optimizer or ()),
+            by_hand=by_hand,
             forward=forward,
             detail=detail,
             overwrite=overwrite,

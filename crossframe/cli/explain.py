@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from crossframe.cli.option_values import put, write_svg
-from crossframe.cli.record import idle_in, script_command
+from crossframe.cli.record import again_in, script_command
 from crossframe.cli.training_command import TrainingCommand, split_variables
 from crossframe.draw.operators import operators_svg
 from crossframe.errors import UsageError
@@ -248,8 +248,7 @@ def command_of(stated: Sequence[str], output: Path, num_processes: int, framewor
         recorder: dict[str, Any] = {"directory": str(output), "windows": [], "overwrite": True}
         if FORWARD_OPTION in options:
             recorder["forward_only"] = True
-        if idle := idle_in(options):
-            recorder["idle_optimizers"] = idle
+        recorder |= again_in(options)
         processes = int(options[at]) if at else None
         training = TrainingCommand(Path(script), tuple(arguments), nproc_per_node=processes, is_module=is_module)
         return script_command(framework, training, recorder)

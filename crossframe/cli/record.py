@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +18,17 @@ from crossframe.cli.training_command import MAX_PROCESSES, TrainingCommand, assi
 from crossframe.errors import FailedRunError, UsageError
 from crossframe.processes import module_command, run
 from crossframe.recording import Recording
-from crossframe.recording.known_settings import COMMAND, FORWARD_OPTION, IDLE_OPTION, MODULE_OPTION, RECORD
+from crossframe.recording.known_settings import (
+    BY_HAND_OPTION,
+    COMMAND,
+    FORWARD_OPTION,
+    IDLE_OPTION,
+    MODULE_OPTION,
+    RECORD,
+)
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.recording.recorded_steps import window_arguments
-from crossframe.scripts import idle_optimizers_file
+from crossframe.scripts import run_again_file
 
 MODULES = {"torch": "torch_backend.recorder.script", "jax": "jax_backend.recorder.script"}
 """The module of each framework that records a script in its process."""
@@ -41,6 +48,7 @@ def record_script(
     windows: Sequence[tuple[int, int]],
     stop_after: int | None = None,
     idle_optimizers: Sequence[int] = (),
+    by_hand: bool = False,
     forward: bool = False,
     detail: str = "auto",
     overwrite: bool,
@@ -60,6 +68,8 @@ def record_script(
         stop_after: number of steps after which the script is ended; None: it runs to its end.
         idle_optimizers: numbers of optimizers that the script makes and never uses, in the order in which they are made. If there
             are others, no step ends, and the script is recorded a second time.
+        by_hand: the script changes its parameters by itself, without an optimizer of torch. Where this is not stated, it is
+            recorded a second time.
         forward: record calls of the model, with gradients or without, instead of training.
         detail: "full", "sketch" or "auto", as of a Recorder.
         perturbed_runs: how many perturbed runs are recorded inside of the recording.
@@ -90,6 +100,11 @@ def record_script(
         raise UsageError(
             f"record: {IDLE_OPTION} is of scripts of torch; in JAX an optimizer counts when its update is called"
         )
+    if by_hand and framework == "jax":
+        raise UsageError(f"record: {BY_HAND_OPTION} is of scripts of torch; in JAX such updates are found")
+    again: dict[str, Any] = ({"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}) | (
+        {"by_hand": True} if by_hand else {}
+    )
     if baseline is not None and not watch:
         raise UsageError("record: --baseline is what --watch compares the run with; pass --watch too")
     directory = output or Path("runs", training.name)
@@ -112,11 +127,11 @@ def record_script(
     first = 0
     if top_up:
         recording = Recording.open(directory)
-        idle_optimizers = idle_optimizers or idle_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
-        first = _missing(recording, _text(training, command, idle_optimizers), perturbed_runs)
+        again = again or again_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
+        first = _missing(recording, _text(training, command, again), perturbed_runs)
 
     def program(options: dict[str, Any]) -> list[str]:
-        stated = {COMMAND: _text(training, command, options.get("idle_optimizers", ()))}
+        stated = {COMMAND: _text(training, command, options)}
         return script_command(framework, training, options | {"settings": stated})
 
     for perturbed_run in range(first, perturbed_runs + 1):
@@ -132,14 +147,17 @@ def record_script(
         } | ({"forward_only": True} if forward else {})
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
-        options |= {"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}
-        status, _, idle = run_program(
-            program, options, prints_to_stderr=prints_to_stderr, environment=training.variables
-        )
-        if idle != [*idle_optimizers]:
-            idle_optimizers = idle
-            numbers = shlex.join(_options_of(idle))
-            console.print(f"ran again without optimizers that the script does not use: {numbers}", highlight=False)
+        options |= again
+        how = {"prints_to_stderr": prints_to_stderr, "environment": training.variables}
+        status, _, found = run_program(program, options, **how)
+        if found:
+            again = found
+            why = (
+                "updates its parameters by itself"
+                if "by_hand" in found
+                else "does not use all optimizers that it makes"
+            )
+            console.print(f"ran again with {shlex.join(_words_of(found))}: the script {why}", highlight=False)
         if status:
             what = f"perturbed run {perturbed_run} of {training.script}" if perturbed_run else str(training.script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
@@ -152,55 +170,56 @@ def record_script(
 
 def run_program(
     program: Callable[[dict[str, Any]], list[str]], options: dict[str, Any], **how: Any
-) -> tuple[int, str, list[int]]:
-    """Run a script and record it, and again if no step ended since the script makes optimizers that it does not use.
+) -> tuple[int, str, dict[str, Any]]:
+    """Run a script and record it, and again if no step ended and the recorder knows options with which steps would end.
 
     Args:
         program: the command line for options of a `Recorder`.
         how: arguments of `crossframe.processes.run`.
 
     Returns:
-        The exit status, what was printed if it is captured, and the numbers of the idle optimizers.
+        The exit status, what was printed if it is captured, and the options with which the script ran again; {} if it did not.
     """
-    directory, idle = Path(options["directory"]), options.get("idle_optimizers", [])
-    _idle_optimizers(directory)  # of a command that was ended before it read them
+    directory = Path(options["directory"])
+    _stated_by_ranks(directory)  # by those of a command that was ended before it read them
     status, text = run(program(options), **how)
-    if status and (found := _idle_optimizers(directory)) and not idle:
-        idle = found
-        status, text = run(program(options | {"idle_optimizers": idle, "overwrite": True}), **how)
-    return status, text, idle
+    if not status or not (found := _stated_by_ranks(directory)) or found.keys() & options.keys():
+        return status, text, {}
+    return *run(program(options | found | {"overwrite": True}), **how), found
 
 
-def _options_of(idle_optimizers: Sequence[int]) -> list[str]:
-    """The options that state idle optimizers."""
-    return [word for number in idle_optimizers for word in (IDLE_OPTION, str(number))]
+def _words_of(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command that state options of the recorder with which the script runs again."""
+    idle = [word for number in options.get("idle_optimizers", ()) for word in (IDLE_OPTION, str(number))]
+    return [*idle, *([BY_HAND_OPTION] if options.get("by_hand") else [])]
 
 
-def _text(training: TrainingCommand, command: Sequence[str], idle_optimizers: Sequence[int]) -> str:
+def _text(training: TrainingCommand, command: Sequence[str], options: Mapping[str, Any]) -> str:
     """The command line that repeats a recording."""
-    words = [*command, *_options_of(idle_optimizers), *(["--", *training.arguments] if training.arguments else [])]
+    words = [*command, *_words_of(options), *(["--", *training.arguments] if training.arguments else [])]
     return assignments(training.variables) + shlex.join(words)
 
 
-def idle_in(command: Sequence[str]) -> list[int]:
-    """The numbers of idle optimizers that a command which records states.
+def again_in(command: Sequence[str]) -> dict[str, Any]:
+    """The options of the recorder that a command which records states by words of `_words_of`.
 
-    >>> idle_in(["crossframe", "record", "train.py", "--idle-optimizer", "2", "--", "--idle-optimizer", "3"])
-    [2]
+    >>> again_in(["crossframe", "record", "train.py", "--idle-optimizer", "2", "--", "--by-hand"])
+    {'idle_optimizers': [2]}
     """
     options = command[: command.index("--")] if "--" in command else command
-    return [int(number) for option, number in pairwise(options) if option == IDLE_OPTION]
+    idle = [int(number) for option, number in pairwise(options) if option == IDLE_OPTION]
+    return ({"idle_optimizers": idle} if idle else {}) | ({"by_hand": True} if BY_HAND_OPTION in options else {})
 
 
-def _idle_optimizers(directory: Path) -> list[int]:
-    """The numbers of the optimizers that a script has made and not used, so that it was not recorded, as all ranks list them, or
-    that of this process; [] if there are no lists, or different ones. Deletes the lists."""
-    pattern = idle_optimizers_file(directory, os.environ.get("RANK", "*"))
+def _stated_by_ranks(directory: Path) -> dict[str, Any]:
+    """The options with which a script that was not recorded is to run again, as all ranks state them, or that of this process;
+    {} if none does, or they differ. Deletes the files."""
+    pattern = run_again_file(directory, os.environ.get("RANK", "*"))
     paths = sorted(directory.glob(pattern.name))
     found = [json.loads(path.read_text()) for path in paths]
     for path in paths:
         path.unlink()
-    return found[0] if found and all(each == found[0] for each in found) else []
+    return found[0] if found and all(each == found[0] for each in found) else {}
 
 
 def framework_of(training: TrainingCommand, stated: str | None = None, *, command: str = "record") -> str:

@@ -30,8 +30,14 @@ class Listener:
             stands_for: the tensor from which its hooks go on, if the graph of the loss ends there (`_stand_in`).
         """
 
+    def backward_ended(self, losses: Sequence[Tensor]) -> None:
+        """Backward from these tensors has ended."""
+
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
         """Gradients of a scalar are about to be returned, as by `torch.autograd.grad`, and its graph to be freed."""
+
+    def grad_ended(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """These gradients are about to be returned."""
 
     def scaled(self, scaler: Any) -> None:
         """A GradScaler scaled the loss of the next backward."""
@@ -84,14 +90,18 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
 
 def _backward(own: Any, listener: Listener) -> Any:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not in_backward():
+        is_outer = not in_backward()
+        if is_outer:
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor) and tensor.numel() == 1:
                     loss = getattr(tensor, _UNSCALED, tensor)
                     listener.backward(loss.detach(), _stand_in(loss))
                     if (scaler := getattr(tensor, _SCALER, None)) is not None:
                         listener.scaled(scaler)
-        return own(tensors, *args, **kwargs)
+        result = own(tensors, *args, **kwargs)
+        if is_outer:
+            listener.backward_ended([tensors] if isinstance(tensors, Tensor) else tensors)
+        return result
 
     return backward
 
@@ -104,9 +114,13 @@ def _run_backward(own: Any, listener: Listener) -> Any:
     ) -> Any:
         # With the graph kept, gradients may be watched only, or those of an inner loop or a penalty.
         returns = kwargs.get("accumulate_grad") is False and not (keep_graph or create_graph or in_backward())
-        if returns and len(tensors) == 1 and tensors[0].numel() == 1:
+        returns = returns and len(tensors) == 1 and tensors[0].numel() == 1
+        if returns:
             listener.grad(tensors[0].detach(), inputs)
-        return own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)
+        found = own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)
+        if returns:
+            listener.grad_ended(inputs, found)
+        return found
 
     return run
 

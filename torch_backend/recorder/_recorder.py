@@ -1,7 +1,7 @@
 """`Recorder`: records any training loop."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,60 +25,22 @@ from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
-from torch_backend.recorder._module_hooks import Sink, Watch, quietly
+from torch_backend.recorder._module_hooks import quietly
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._open_step import OpenStep, PendingSteps, is_inner_optimizer, is_wrapper, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter
+from torch_backend.recorder._recorded_part import RecordedPart
+from torch_backend.recorder._sharding_libraries import REPLICAS
 from torch_backend.recorder._tensor_writing import Keeper
+from torch_backend.recorder._updates_by_hand import UpdatesByHand, leaves_of
 
 if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
     from crossframe.monitoring import Monitor
 
 # The number of steps whose losses and batches stay on the accelerator, so that the loop does not wait for them.
 _MOST_PENDING = 32
-
-
-class _Part(Sink):
-    """A module that is recorded: the model, or one of the stages of a pipeline on this rank.
-
-    Attributes:
-        model, stage: the module, and its number among the stages.
-        watch: its hooks.
-        view, keeper: what is known of it, and what records it; None before the recording begins.
-    """
-
-    def __init__(self, recorder: "Recorder", model: nn.Module, stage: int, *, every_call: bool, in_parts: bool) -> None:
-        self._recorder, self.model, self.stage = recorder, model, stage
-        self.view: ModelView | None = None
-        self.keeper: Keeper | None = None
-        self.watch = Watch(model, self, every_call=every_call, in_parts=in_parts)
-
-    def begins(self, inputs: list[Tensor]) -> None:
-        self._recorder.begins(inputs)
-
-    def forward_begins(self) -> None:
-        self._recorder.write_late()
-
-    def batch(self, tensors: list[Tensor], mask: int | None) -> None:
-        if self.watch.is_dense:
-            self._begun().batch(self._recorder.current_step, tensors)
-        self._recorder.forwards(self, tensors, mask)
-
-    def activation(self, microbatch: int, module: str, use: str, value: Tensor, operator: str) -> None:
-        self._begun().activation(self._recorder.current_step, microbatch, module, use, value, operator)
-
-    def unsharded(self, unit: str, name: str, value: Tensor) -> None:
-        self._begun().unsharded(self._recorder.current_step, unit, name, value)
-
-    def ends(self, output: Any) -> None:
-        self._recorder.ends(output)
-
-    def _begun(self) -> Keeper:
-        self._recorder.begins([])
-        assert self.keeper is not None
-        return self.keeper
 
 
 class Recorder(Listener):
@@ -227,11 +189,18 @@ class Recorder(Listener):
         self._are_given = bool(optimizers)
         self._optimizers: list[torch.optim.Optimizer] = optimizers
         self._stack = ExitStack()
-        self._parts: list[_Part] = []
+        self._parts: list[RecordedPart] = []
         self.current_step = 0
         self._pending = PendingSteps(self._pipeline, self._context)
         self._open = OpenStep()
         self._reads_buffers_late, self._is_unwritten = False, False
+        self._updates_by_hand: UpdatesByHand | None = None
+        self._updated_by_hand: Callable[[], None] = self.step
+
+    def follow_updates_by_hand(self, updated: Callable[[], None]) -> None:
+        """There is no optimizer: call `updated`, which calls `step`, once the script has changed parameters after a gradient
+        ([Note: updates by hand] in `_updates_by_hand.py`)."""
+        self._updates_by_hand, self._updated_by_hand = UpdatesByHand(), updated
 
     def read_buffers_late(self) -> None:
         """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
@@ -242,7 +211,7 @@ class Recorder(Listener):
     def __enter__(self) -> Self:
         for stage, model in zip(self._pipeline.stages if self._pipeline else (0,), self._models, strict=True):
             options = {"every_call": self._forward_only, "in_parts": self._in_parts}
-            self._parts.append(part := _Part(self, model, stage, **options))
+            self._parts.append(part := RecordedPart(self, model, stage, **options))
             self._stack.callback(part.watch.close)
         if not self._forward_only:
             self._stack.enter_context(overheard(self, self._models[0]))
@@ -396,6 +365,12 @@ class Recorder(Listener):
             part.watch.expects_forward = False
         self.begins([])
 
+    def look_for_update(self) -> None:
+        """End the step if the script has changed parameters by itself."""
+        if self._updates_by_hand is not None and self._updates_by_hand.have_happened():
+            self._updates_by_hand.forget()
+            self._updated_by_hand()
+
     def write_late(self) -> None:
         """Write the step that has ended, with the buffers as they are now, if that was put off."""
         if self._is_unwritten:
@@ -412,7 +387,7 @@ class Recorder(Listener):
         with quietly():
             self._begun(inputs)
 
-    def forwards(self, part: _Part, tensors: list[Tensor], mask: int | None) -> None:
+    def forwards(self, part: RecordedPart, tensors: list[Tensor], mask: int | None) -> None:
         """A part is given a microbatch, and the index of the mask in it."""
         if part is self._parts[0]:
             self._open.microbatches.append([tensor.clone() for tensor in tensors])  # the loop may reuse the tensors
@@ -431,6 +406,7 @@ class Recorder(Listener):
 
     @_disable_dynamo
     def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
+        self.look_for_update()
         with quietly():
             self.write_late()
             is_copy = stands_for is not None and not self._has_any([stands_for])
@@ -440,6 +416,39 @@ class Recorder(Listener):
             self._open.backward(loss, self._parts[0].watch.microbatches, params, is_copy=is_copy)
             if self._trace is not None:
                 self._trace.result(loss)
+
+    @_disable_dynamo
+    def backward_ended(self, losses: Sequence[Tensor]) -> None:
+        if self._updates_by_hand is not None and self._has_begun:
+            if self.current_step == 0:
+                self._check_by_hand(losses)
+            with quietly():
+                self._keep_grads(None)
+                self._updates_by_hand.keep(held.param for view in self._views for held in view.held)
+
+    @_disable_dynamo
+    def grad_ended(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        if self._updates_by_hand is None or not self._has_any(inputs):
+            return
+        before = [(each, each.grad) for each in inputs]
+        for each, grad in zip(inputs, grads, strict=True):
+            each.grad = grad
+        self.backward_ended(())
+        for each, grad in before:
+            each.grad = grad
+
+    def _check_by_hand(self, losses: Sequence[Tensor]) -> None:
+        """Raise UsageError if the script trains by itself what is not in the model, or what ranks average by themselves."""
+        if self._views[0].engine.name == REPLICAS:
+            raise UsageError(
+                "the script changes parameters by itself on several ranks, and how it averages gradients is not seen; wrap the "
+                "model in DistributedDataParallel, use an optimizer of torch, or a Recorder in the script"
+            )
+        if strange := [leaf for leaf in leaves_of(losses) if not self._has_any([leaf])]:
+            raise UsageError(
+                f"a tensor of shape {tuple(strange[0].shape)} gets a gradient, but is in no module that the script called first; "
+                "put what is trained together into one module, use an optimizer of torch, or a Recorder in the script"
+            )
 
     @_disable_dynamo
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -470,11 +479,13 @@ class Recorder(Listener):
                 is_further = not self._are_given or any(
                     is_inner_optimizer(optimizer, each) for each in self._optimizers
                 )
-                if is_further and not is_wrapper(optimizer):
+                self._open.steps(optimizer, self._parts[0].watch.microbatches)
+                if is_wrapper(optimizer):
+                    return  # the optimizer in it gets the gradients, possibly after another backward
+                if is_further:
                     self.follow(optimizer)
                 for part in self._parts:
                     part.watch.updates(params_of(optimizer))
-                self._open.steps(optimizer, self._parts[0].watch.microbatches)
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
                 self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
 

@@ -26,6 +26,8 @@ from torch_backend.recorder._unit_meshes import MeshGroups, Place, largest, plac
 
 # Weights of experts have a dim of experts.
 _EXPERT_DIMS = 3
+REPLICAS = "replicas"
+"""The engine of a plain module on several ranks."""
 
 
 def ours(model: nn.Module) -> Engine:
@@ -217,7 +219,7 @@ def unsharded(
         group = replicas or dist.group.WORLD
     alone = group is None or group.size() == 1
     return Engine(
-        "torch DDP" if is_ddp else "one device" if alone else "replicas",
+        "torch DDP" if is_ddp else "one device" if alone else REPLICAS,
         Strategy.NO_SHARD,
         Place(place_in(group), (0, 1), () if alone else (group,)),  # type: ignore[arg-type]
         buckets,

@@ -5,7 +5,8 @@ optimizer; the recording begins there. Where several modules have the parameters
 generator and a discriminator, they are the model together, with what these optimizers have besides: tensors that no module has,
 such as the temperature of an agent. Where no module is called, the recording begins with the first backward. A step ends when
 every parameter that the optimizers have was updated, and its loss is the sum of the tensors on which backward was called; one
-that does not end is left out. If none ends, since an optimizer is never used, the command records again without it. A script that
+that does not end is left out. If none ends, since an optimizer is never used, the command records again without it, and if there
+is no optimizer, with the script's own updates ([Note: updates by hand] in `_updates_by_hand.py`). A script that
 trains yet another model, or models one after another, is rejected; it can use a `Recorder`.
 
 Of a schedule of `torch.distributed.pipelining`, the stages of all ranks are the model; the loss is the mean over microbatches.
@@ -37,10 +38,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
-from crossframe.recording.known_settings import EARLIER_UPDATES
+from crossframe.recording.known_settings import BY_HAND_OPTION, EARLIER_UPDATES
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
-from crossframe.scripts import idle_optimizers_file, run_script
+from crossframe.scripts import run_again_file, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
@@ -51,6 +52,7 @@ from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 from torch_backend.recorder._script_processes import end_process, recorded_processes
+from torch_backend.recorder._updates_by_hand import UpdatesByHand, leaves_of, model_by_hand
 
 # torch.distributed has a function of this name.
 _rendezvous = import_module("torch.distributed.rendezvous")
@@ -74,6 +76,7 @@ class ScriptRecorder:
         directory, options: of `Recorder`.
         stop_after: number of steps after which the script ends as by `sys.exit()`; None: it runs to its end.
         idle_optimizers: numbers of optimizers, in the order in which they are made, that the script does not use.
+        by_hand: the script changes its parameters by itself, without an optimizer.
         is_started: whether the script has started this process, which may train nothing.
         manifest_before: of a started process, what `_manifest_in` had returned before the script started any.
     """
@@ -84,6 +87,7 @@ class ScriptRecorder:
         *,
         stop_after: int | None = None,
         idle_optimizers: Sequence[int] = (),
+        by_hand: bool = False,
         is_started: bool = False,
         manifest_before: tuple[int, int] | None = None,
         **options: Any,
@@ -93,6 +97,7 @@ class ScriptRecorder:
             directory,
             stop_after=stop_after,
             idle_optimizers=idle_optimizers,
+            by_hand=by_hand,
             is_started=True,
             **options,
         )
@@ -101,6 +106,7 @@ class ScriptRecorder:
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
         self._idle_optimizers = frozenset(idle_optimizers)
+        self._by_hand, self._updates_by_hand = by_hand, UpdatesByHand()
         self._depth = 0
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
@@ -149,6 +155,10 @@ class ScriptRecorder:
                 self._until_found.enter_context(
                     replacing(torch.autograd, "backward", self._beginning_backward(torch.autograd.backward))
                 )
+                run = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+                self._until_found.enter_context(
+                    replacing(torch.autograd, "_engine_run_backward", self._taking_gradients(run))
+                )
             yield
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -157,6 +167,8 @@ class ScriptRecorder:
         Raises:
             UsageError: the script succeeded without training.
         """
+        if error is None and self._by_hand and self._recorder is not None:
+            self._recorder.look_for_update()
         if error is None and self._updated and not self._num_steps:
             raise UsageError(self._why_no_step())
         if self._num_steps and error is None and not self._updated <= self._most_updated:
@@ -187,7 +199,7 @@ class ScriptRecorder:
         return (
             "nothing was trained in this process: no optimizer of torch stepped. Of processes that a "
             "script starts by itself, those of torch.multiprocessing.spawn are followed: let it or --nproc-per-node start them. "
-            f"If the script updates parameters by itself, {_USE_RECORDER}"
+            f"If the script makes new tensors as parameters instead of changing them, {_USE_RECORDER}"
         )
 
     def _starting(self) -> Callable[[], "ScriptRecorder"] | None:
@@ -263,13 +275,48 @@ class ScriptRecorder:
     def _beginning_backward(self, own: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._recorder is None and not in_backward():
-                self._consider()
+                given = args[0] if args else kwargs["tensors"]
+                self._consider(losses=[given] if isinstance(given, Tensor) else given)
                 if self._recorder is not None:
                     self._recorder.begin_with_backward()  # which it listens for by now
                     return torch.autograd.backward(*args, **kwargs)
             return own(*args, **kwargs)
 
         return backward
+
+    def _taking_gradients(self, own: Any) -> Any:
+        """`torch.autograd.backward` calls it, and `torch.autograd.grad` under whatever name the script has imported that."""
+
+        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None and not in_backward():
+                if self._by_hand:
+                    self._consider(losses=tensors)
+                    if self._recorder is not None:
+                        self._recorder.begin_with_backward()
+                        engine: Any = torch.autograd
+                        return engine._engine_run_backward(tensors, *args, **kwargs)
+                else:
+                    self._look_for_updates_by_hand(tensors)
+            return own(tensors, *args, **kwargs)
+
+        return run
+
+    def _look_for_updates_by_hand(self, tensors: Sequence[Tensor]) -> None:
+        """Gradients are about to be taken although there is no optimizer: have their parameters changed since the last ones?"""
+        if self._num_strange_steps or self._held():
+            return
+        if self._updates_by_hand.have_happened():
+            self._state_for_next_run({"by_hand": True})
+            raise UsageError(f"the script updates its parameters by itself: pass {BY_HAND_OPTION}, or {_USE_RECORDER}")
+        self._updates_by_hand.keep(leaves_of(tensors))
+
+    def _ends_by_hand(self) -> None:
+        """The script has changed its parameters."""
+        assert self._recorder is not None
+        self._num_steps += 1
+        self._recorder.step()
+        if self._num_steps == self._stop_after:
+            raise SystemExit
 
     def _schedule(self, schedule: Any) -> None:
         """A schedule is about to run a step: start recording its stages."""
@@ -288,12 +335,21 @@ class ScriptRecorder:
         self._sequences = found
 
     @_disable_dynamo
-    def _consider(self, *modules: nn.Module, **options: Any) -> None:
+    def _consider(self, *modules: nn.Module, losses: Sequence[Tensor] = (), **options: Any) -> None:
         """Start recording modules if they have all parameters of an optimizer, or any where nothing is trained.
 
         Args:
+            losses: of the backward that begins.
             options: of `Recorder`.
         """
+        if self._by_hand:
+            model = model_by_hand(next(iter(modules), None), leaves_of(losses), _modules_in_calls())
+            if model is not None:
+                options["in_parts"] = not modules or model is not modules[0]
+                self._begin([model], self._own([model])[0], [], options)
+                assert self._recorder is not None
+                self._recorder.follow_updates_by_hand(self._ends_by_hand)
+            return
         if not self._forward_only:
             self._knows_fastai = self._knows_fastai or follow_fastai(self._whole_run)
             self._keras.find(modules)
@@ -308,8 +364,19 @@ class ScriptRecorder:
             modules = (together,)
             own, mine = self._own(modules)
             options["in_parts"] = True
-        if not (mine or (self._forward_only and own)):
-            return
+        if mine or (self._forward_only and own):
+            self._begin(modules, own, mine, options)
+
+    def _begin(
+        self, modules: Sequence[nn.Module], own: set[int], mine: list[Optimizer], options: dict[str, Any]
+    ) -> None:
+        """Start recording modules.
+
+        Args:
+            own: the ids of their parameters.
+            mine: the optimizers of these.
+            options: of `Recorder`.
+        """
         is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         if self._is_started and is_first_rank and _manifest_in(self._directory) not in (None, self._manifest_before):
             raise UsageError(
@@ -347,19 +414,24 @@ class ScriptRecorder:
         return [optimizer for optimizer in made if optimizer is not None and not is_wrapper(optimizer)]
 
     def _why_no_step(self) -> str:
-        """Why no step has ended although optimizers have stepped. Lists those that never have (`idle_optimizers_file`)."""
+        """Why no step has ended although optimizers have stepped. Those that never have are left out of the next run."""
         unused = [held for held in self._optimizers if all(held is not each for each in self._used)]
         numbers = [i for i, ref in enumerate(self._made) if any(ref() is held for held in unused)]
-        rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")
-        path = idle_optimizers_file(Path(self._directory), rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(numbers))
+        if numbers:
+            self._state_for_next_run({"idle_optimizers": numbers})
         kinds = Counter(type(held).__name__ for held in unused)
         listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
         return (
             f"no step of training ended: of {len(self._optimizers)} optimizers, {len(unused)} never stepped ({listed}); do not "
             f"make them, or {_USE_RECORDER}"
         )
+
+    def _state_for_next_run(self, options: dict[str, Any]) -> None:
+        """Options of this class with which the command is to run the script again."""
+        rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")
+        path = run_again_file(Path(self._directory), rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(options))
 
     def _together(self, part: nn.Module | None, mine: Sequence[Optimizer]) -> nn.Module | None:
         """A model of all modules and tensors that optimizers train, if these are several; `mine` are those of `part`. If there is

@@ -15,7 +15,7 @@ from crossframe.cli.script_imports import is_of_jax
 from crossframe.cli.training_command import TrainingCommand
 from crossframe.recording import Recording
 from crossframe.recording.known_settings import COMMAND
-from crossframe.scripts import NOT_RECORDED, idle_optimizers_file
+from crossframe.scripts import NOT_RECORDED, run_again_file
 from crossframe.verdict import Verdict, compare
 from tests.on_jax.helpers.scripts import EAGER
 
@@ -72,14 +72,14 @@ def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatc
     script, output, runs, ranks = tmp_path / "train.py", tmp_path / "out", [], [0, 1]
     script.write_text("import torch\n")
     output.mkdir()
-    idle_optimizers_file(output, "7").write_text("[5]")  # of a command that was killed
+    run_again_file(output, "7").write_text('{"idle_optimizers": [5]}')  # of a command that was killed
 
     def run_once(program, **_):
         runs.append(json.loads(program[-2]))
         if len(runs) > 1:
             return 0, ""
         for rank in range(2):
-            idle_optimizers_file(output, str(rank)).write_text("[2]" if rank in ranks else "[3]")
+            run_again_file(output, str(rank)).write_text(json.dumps({"idle_optimizers": [2 if rank in ranks else 3]}))
         return NOT_RECORDED, ""
 
     monkeypatch.setattr("crossframe.cli.record.run", run_once)
@@ -91,7 +91,7 @@ def test_a_script_is_recorded_again_without_idle_optimizers(tmp_path, monkeypatc
         ([2], True, 2),
     ]
     said = capsys.readouterr().out
-    assert "ran again without optimizers that the script does not use: --idle-optimizer 2" in said
+    assert "ran again with --idle-optimizer 2: the script does not use all optimizers that it makes" in said
     assert not any(output.iterdir())
     stated = runs[1]["settings"]["command"]
     assert stated.endswith("--idle-optimizer 2") and "--idle-optimizer" not in runs[0]["settings"]["command"]

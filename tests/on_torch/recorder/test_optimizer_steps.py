@@ -75,6 +75,19 @@ for x in tokens:
     optimizer.step(lambda: loss_of(model, x).backward())
 """
 
+# The same by two calls of the loop.
+SHARP_IN_TWO = SHARP.replace(
+    "    optimizer.step(lambda: loss_of(model, x).backward())",
+    """    moved = [0.01 * param.grad for param in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_([*model.parameters()], moved)
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    with torch.no_grad():
+        torch._foreach_sub_([*model.parameters()], moved)
+    optimizer.base_optimizer.step()""",
+)
+
 
 @pytest.mark.parametrize("wrapped", [pytest.param(ONE, id="one"), pytest.param(TWO, id="two")])
 def test_a_container_steps_as_its_optimizers_do(tmp_path, run, wrapped):
@@ -93,6 +106,13 @@ def test_a_step_ends_with_that_of_the_wrapper(tmp_path, run, text, microbatches)
     assert found.learning_rates(2) == (0.1,)
     for name, param in params.items():
         np.testing.assert_array_equal(found.full("update", 2, name), param.numpy())
+
+
+def test_gradients_are_those_that_the_inner_optimizer_gets(tmp_path, run):
+    for name, text in (("a", SHARP), ("b", SHARP_IN_TWO)):
+        assert run(text, directory=str(tmp_path / name), every=1, dense=3) == 0
+    found = compare(*(Recording.open(tmp_path / name) for name in "ab"))
+    assert (found.verdict, found.steps) == (Verdict.EQUAL, 3), found.reason
 
 
 IN_BACKWARD = """

@@ -23,7 +23,7 @@ from crossframe.errors import UsageError
 from crossframe.inspection import inspect
 from crossframe.recording import Recording
 from crossframe.recording.event_format import perturbed_run_folder
-from crossframe.scripts import NOT_RECORDED, idle_optimizers_file
+from crossframe.scripts import NOT_RECORDED, run_again_file
 from crossframe.verdict import Verdict, compare
 from tests.commands import status_of
 from tests.core.helpers import synthetic
@@ -436,8 +436,8 @@ idle = torch.optim.Adam([temperature])
 def test_an_optimizer_that_never_steps_is_left_out(run, tmp_path, capsys):
     assert run(IDLE, every=1) == NOT_RECORDED
     assert "of 3 optimizers, 1 never stepped (1 of Adam)" in capsys.readouterr().err
-    listed = idle_optimizers_file(tmp_path / "out", "0")
-    assert json.loads(listed.read_text()) == [2]
+    listed = run_again_file(tmp_path / "out", "0")
+    assert json.loads(listed.read_text()) == {"idle_optimizers": [2]}
     listed.unlink()
     assert run(IDLE, every=1, overwrite=True, idle_optimizers=[2]) == 0
     assert run(PAIRS + LOOP, every=1, directory=str(tmp_path / "without")) == 0

@@ -1,0 +1,138 @@
+"""Scripts that change their parameters themselves, without an optimizer of torch."""
+
+import json
+
+import numpy as np
+import pytest
+
+from crossframe.recording import Recording
+from crossframe.scripts import NOT_RECORDED, run_again_file
+from crossframe.verdict import Verdict, compare
+
+LOOP = """
+model = net()
+for x in tokens:
+    loss_of(model, x).backward()
+    update(model)
+    model.zero_grad()
+"""
+UPDATE = """
+def update(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad, alpha=-RATE)
+RATE = 0.1
+"""
+BY_HAND = UPDATE + LOOP
+BY_DATA = BY_HAND.replace("p.add_", "p.data.add_")
+BY_OPTIMIZER = LOOP.replace("model = net()", "model = net()\nsgd = torch.optim.SGD(model.parameters(), 0.1)").replace(
+    "update(model)", "sgd.step()"
+)
+RETURNED = """
+model = net()
+params = list(model.parameters())
+for x in tokens:
+    grads = torch.autograd.grad(loss_of(model, x), params)
+    with torch.no_grad():
+        for p, grad in zip(params, grads):
+            p.add_(grad, alpha=-0.1)
+"""
+MICROBATCHES = BY_HAND.replace(
+    "    loss_of(model, x).backward()\n", "    for half in x.chunk(2):\n        (loss_of(model, half) / 2).backward()\n"
+)
+EVALUATIONS = BY_HAND.replace(
+    "    model.zero_grad()\n", "    model.zero_grad()\n    with torch.no_grad():\n        loss_of(model, x)\n"
+)
+KEPT_GRADIENTS = BY_HAND.replace(
+    "    model.zero_grad()\n", "    if not x.equal(tokens[1]):\n        model.zero_grad()\n"
+)
+TENSORS = """
+weight, bias = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((8, 3), (3,)))
+inputs = torch.randn(4, 8, dtype=torch.float64)
+for target in (0, 1, 2, 0):
+    loss = nn.functional.cross_entropy(inputs @ weight + bias, torch.full((4,), target))
+    loss.backward()
+    with torch.no_grad():
+        for p in (weight, bias):
+            p -= 0.1 * p.grad
+            p.grad.zero_()
+"""
+NORM = """
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+for x in torch.randn(3, 8, 4, dtype=torch.float64):
+    model(x).square().mean().backward()
+    update(model)
+    model.zero_grad()
+"""
+
+
+@pytest.fixture
+def recorded(run, tmp_path, capsys):
+    """Record all steps of a script that is stated to change parameters by itself."""
+
+    def recorded(name, text, **options):
+        given = {"directory": str(tmp_path / name), "every": 1, "dense": 3, "by_hand": True} | options
+        assert run(text, **given) == 0, capsys.readouterr().err
+        return Recording.open(tmp_path / name)
+
+    return recorded
+
+
+@pytest.mark.parametrize("text", [BY_HAND, BY_DATA, RETURNED, EVALUATIONS])
+def test_values_are_those_of_an_optimizer(recorded, text):
+    own, optimizer = recorded("own", text), recorded("optimizer", BY_OPTIMIZER, by_hand=False)
+    assert own.num_steps == optimizer.num_steps == 3
+    found = compare(own, optimizer)
+    assert found.verdict is Verdict.EQUAL, found.reason
+    for name in own.manifest.params:
+        assert np.array_equal(own.full("reduce", 2, name), optimizer.full("reduce", 2, name)), name
+
+
+def test_backwards_before_an_update_are_microbatches_of_a_step(recorded):
+    found = compare(recorded("whole", BY_HAND), recorded("halves", MICROBATCHES))
+    assert (found.verdict, found.steps) == (Verdict.ROUNDING, 3), found.reason
+
+
+def test_gradients_that_are_not_zeroed_are_found_where_they_are_added(recorded):
+    right = recorded("right", BY_HAND)
+    for number in (1, 2):
+        recorded("right", BY_HAND, perturbed_run=number)
+    found = compare(right, recorded("wrong", KEPT_GRADIENTS))
+    assert found.verdict is Verdict.BUG
+    assert (found.first_divergence.step, found.first_divergence.phase) == (2, "reduce"), found.reason
+
+
+def test_a_rate_of_zero_ends_a_step(recorded):
+    assert recorded("zero", BY_HAND.replace("RATE = 0.1", "RATE = 0.0")).num_steps == 3
+
+
+def test_tensors_of_no_module_are_recorded_by_their_variables(recorded):
+    found = recorded("tensors", TENSORS)
+    assert found.num_steps == 4 and set(found.manifest.params) == {"weight", "bias"}
+
+
+def test_buffers_are_those_after_the_step(recorded):
+    own = recorded("own", UPDATE + NORM)
+    optimizer = NORM.replace("for x", "sgd = torch.optim.SGD(model.parameters(), 0.1)\nfor x").replace(
+        "update(model)", "sgd.step()"
+    )
+    assert compare(own, recorded("optimizer", optimizer, by_hand=False)).verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize("text", [BY_HAND, RETURNED, TENSORS])
+def test_updates_by_hand_are_found_for_the_next_run(run, tmp_path, capsys, text):
+    assert run(text) == NOT_RECORDED
+    assert "the script updates its parameters by itself: pass --by-hand" in capsys.readouterr().err
+    assert json.loads(run_again_file(tmp_path / "out", "0").read_text()) == {"by_hand": True}
+
+
+def test_gradients_without_updates_are_not_taken_for_updates(run, tmp_path, capsys):
+    assert run("model = net()\nfor x in tokens:\n    loss_of(model, x).backward()\n") == NOT_RECORDED
+    assert "nothing was trained in this process" in capsys.readouterr().err
+    assert not run_again_file(tmp_path / "out", "0").exists()
+
+
+def test_what_is_trained_beside_modules_is_refused(run, capsys):
+    text = BY_HAND.replace("model = net()", "model, scale = net(), torch.ones((), requires_grad=True)")
+    assert run(text.replace("loss_of(model, x)", "(scale * loss_of(model, x))"), by_hand=True) == NOT_RECORDED
+    assert "a tensor of shape () gets a gradient, but is in no module" in capsys.readouterr().err
