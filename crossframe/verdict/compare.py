@@ -1,12 +1,13 @@
 """`compare`: the verdict on two recordings."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import FORWARD, INPUT, PARAMETERS, STATE, UPDATE
+from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, PARAMETERS, STATE, UPDATE
 from crossframe.recording.known_settings import EPS_HAT, GROUPS
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of, is_repetition
@@ -51,6 +52,7 @@ from crossframe.verdict.measure.loss_scale import describe_repeats, scaled_on_on
 from crossframe.verdict.measure.narrower_dtypes import narrower_dtype_at
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
+from crossframe.verdict.measure.replaced_gradients import gradients_are_replaced
 from crossframe.verdict.measure.sample_ranks import can_be_joined, is_by_rank
 from crossframe.verdict.measure.unequal_dtypes import describe_precisions
 from crossframe.verdict.model_ranks import model_ranks_differ
@@ -103,7 +105,8 @@ def compare(
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`), or if they are not the same value in two implementations
     (`crossframe.verdict.unlike_activations`). Calls of a module are compared in the order of their inputs if no bug follows
-    (`crossframe.verdict.call_orders`).
+    (`crossframe.verdict.call_orders`). Nor are losses and local gradients, if the optimizers get other
+    gradients (`crossframe.verdict.measure.replaced_gradients`) and the recorders have added other numbers of them in a step.
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -147,6 +150,16 @@ def _compare(
     where = found.first_divergence
     if found.verdict is not Verdict.BUG or where is None or (where.phase, where.event) != (FORWARD, "loss"):
         return found
+    numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
+    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
+        apart = _compare_ranks(a, b, naming, sketched, repeats, False, judges_losses=False)
+        if apart.verdict in (Verdict.EQUAL, Verdict.ROUNDING):
+            sums = " and ".join(f"{name} of {n}" for name, n in zip(labels(a, b), numbers, strict=True))
+            note = (
+                f"losses and local gradients differ, which are sums, in {sums}, but the optimizer gets other gradients, which "
+                "agree, as does all that follows"
+            )
+            return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
     if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b):
         return found
     joined = _compare_ranks(a, b, naming, sketched, repeats, bitwise, by_rank=False)
@@ -165,11 +178,13 @@ def _compare_ranks(
     bitwise: bool | None,
     *,
     by_rank: bool = True,
+    judges_losses: bool = True,
 ) -> PairVerdict:
     """Compare two recordings with the same names.
 
     Args:
         by_rank: whether ranks with the same samples are compared one by one.
+        judges_losses: whether losses and local gradients must agree.
     """
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
@@ -208,6 +223,8 @@ def _compare_ranks(
             if narrower is None and pair.coarser is None and (narrower := narrower_dtype_at(group, dtype)) is not None:
                 pair.rounds_in = narrower.dtype
             judged = [judge(narrower.judged(quantity) if narrower else quantity) for quantity in group]
+        if not judges_losses and group[0].kind in (FORWARD, BACKWARD):
+            judged = [replace(each, quantity=replace(each.quantity, bound=math.inf), beyond=False) for each in judged]
         collected.add(judged, group)
     collected.finish()
     findings, unused = collected.findings, collected.unused
@@ -237,14 +254,18 @@ def _compare_ranks(
     evidence = evidence_from_cause(pair, findings, bits, verdict, names)
     if evidence is None and (bitwise is not False or verdict is Verdict.BUG):
         strict = bitwise is True
-        evidence = evidence_from_bits(pair, findings, bits, verdict, names, measured=limits is not None, strict=strict)
+        evidence = evidence_from_bits(pair, findings, bits, verdict, names, limits, strict=strict)
     evidence = evidence or evidence_from_direction(pair, findings, directions, limits, where, names)
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
-    elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
+    elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names, limits)):
         reason = f"{reason}; {earlier}"
-    if bitwise is None and verdict is Verdict.ROUNDING and (other := rounded_otherwise(pair, findings, bits, names)):
+    if (
+        bitwise is None
+        and verdict is Verdict.ROUNDING
+        and (other := rounded_otherwise(pair, findings, bits, names, limits))
+    ):
         reason = f"{reason}; {other}"
     if (found := model_ranks_differ(pair)) is not None:
         if verdict is Verdict.BUG and _before(where, found[0], b):
@@ -379,11 +400,13 @@ def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
     outside = [each for each in judged if each.beyond and not each.one_sided and each.quantity.phase in (STATE, UPDATE)]
     if not outside or not all(follows_optimizer(pair, each.quantity) for each in outside):
         return judged
-    inside = {
-        id(each): replace(each, beyond=False, difference=min(each.difference, each.quantity.bound or 0.0))
-        for each in outside
-    }
+    inside = {id(each): _within(each) for each in outside}
     return [inside.get(id(each), each) for each in judged]
+
+
+def _within(judgement: Judgement) -> Judgement:
+    """The same difference, taken for one within its bound."""
+    return replace(judgement, beyond=False, difference=min(judgement.difference, judgement.quantity.bound or 0.0))
 
 
 def _known_beforehand(quantity: Quantity) -> float:

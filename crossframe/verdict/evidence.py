@@ -16,6 +16,7 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.perturbed_runs.directions import GAIN, TANH, Directions, Found
 from crossframe.verdict.perturbed_runs.limits import Limits
+from crossframe.verdict.perturbed_runs.spread import usual_share
 from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
@@ -46,8 +47,8 @@ def evidence_from_bits(
     bits: Bits | None,
     verdict: Verdict,
     names: tuple[str, str],
+    limits: Limits | None,
     *,
-    measured: bool,
     strict: bool,
 ) -> Evidence | None:
     """Return the verdict from bits; None if bits are not evidence or change nothing.
@@ -58,7 +59,7 @@ def evidence_from_bits(
     no hypothesis explains it (`only_rounds`).
 
     Args:
-        measured: whether bounds are measured on perturbed runs.
+        limits: measured on perturbed runs; None if there are none.
         strict: a difference of a few roundings is a different computation too.
     """
     first = _apart_in_bits(findings, bits)
@@ -69,7 +70,7 @@ def evidence_from_bits(
     q, where = first.quantity, _located_in_bits(first, pair)
     # Both were computed from the same bits, so the residual of a hypothesis is the rounding of a few operations.
     diagnosis = diagnose(pair, first, where, _few_roundings) if where.step in pair.steps else None
-    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, first, bits):
+    if verdict is Verdict.ROUNDING and not strict and diagnosis is None and only_rounds(pair, first, bits, limits):
         return None
     size = "more than any known bound on rounding" if first.beyond else "within its bound"
     before = "everything recorded" if unseen(pair, where) else "everything"
@@ -82,7 +83,7 @@ def evidence_from_bits(
         reason = f"{reason} (the whole program is compiled, so the change may be elsewhere in the step)"
     if not bits.repeated:
         reason = f"{reason}. If the run may be nondeterministic, record either run again and pass that recording with --repeat"
-    is_bug = verdict is Verdict.BUG or (first.beyond and not measured)
+    is_bug = verdict is Verdict.BUG or (first.beyond and limits is None)
     return Evidence(Verdict.BUG if is_bug else Verdict.DIFFERENT, first, where, diagnosis, reason)
 
 
@@ -94,7 +95,7 @@ def _apart_in_bits(findings: Findings, bits: Bits | None) -> Judgement | None:
     return first
 
 
-def only_rounds(pair: Pair, first: Judgement, bits: Bits) -> str:
+def only_rounds(pair: Pair, first: Judgement, bits: Bits, limits: Limits | None) -> str:
     """Why both sides of the first quantity that differs in bits may be two formulas of one value, as words; "" if they
     are further apart than that.
 
@@ -107,8 +108,9 @@ def only_rounds(pair: Pair, first: Judgement, bits: Bits) -> str:
     if is_few_roundings(pair, first.quantity):
         return "a few roundings"
     is_of_all = first.quantity.rank is None or pair.a.manifest.world_size == 1
-    is_far_below = bits.compiled and is_of_all and not first.beyond and first.used < _LEAST_SHARE
-    return f"less than {_LEAST_SHARE:.0%} of its bound, in a compiled program" if is_far_below else ""
+    share = _least_share(limits)
+    is_far_below = bits.compiled and is_of_all and not first.beyond and first.used < share
+    return f"less than {share:.0%} of its bound, in a compiled program" if is_far_below else ""
 
 
 def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
@@ -119,10 +121,12 @@ def is_few_roundings(pair: Pair, quantity: Quantity) -> bool:
     return apart <= FEW_ROUNDINGS * unit_roundoff(dtype) * max(quantity.scale, *quantity.norms)
 
 
-def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
+def rounded_otherwise(
+    pair: Pair, findings: Findings, bits: Bits | None, names: tuple[str, str], limits: Limits | None
+) -> str:
     """Where one program first computed other bits, by as little as a few roundings, as a clause; "" if it did not."""
     first = _apart_in_bits(findings, bits)
-    if bits is None or first is None or not (why := only_rounds(pair, first, bits)):
+    if bits is None or first is None or not (why := only_rounds(pair, first, bits, limits)):
         return ""
     q = first.quantity
     return (
@@ -132,17 +136,20 @@ def rounded_otherwise(pair: Pair, findings: Findings, bits: Bits | None, names: 
     )
 
 
-_LEAST_SHARE = 0.01
+def _least_share(limits: Limits | None) -> float:
+    """The share of its bound below which a difference in a compiled program says nothing: what perturbed runs often exceed, or
+    without any a hundredth of the bound, some hundred roundings."""
+    return 0.01 if limits is None else usual_share(limits.num_runs)
 
 
-def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
+def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str], limits: Limits | None) -> str:
     """Where bits of a compiled program first differ, before the first difference beyond its bound, as a clause; "" if nowhere.
 
-    A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too: a difference
-    of less than a hundredth of its bound, some hundred roundings, says nothing.
+    A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too, so that small
+    differences say nothing (`_least_share`).
     """
     first = _apart_in_bits(findings, bits)
-    if bits is None or not bits.compiled or first is None or first.beyond or first.used < _LEAST_SHARE:
+    if bits is None or not bits.compiled or first is None or first.beyond or first.used < _least_share(limits):
         return ""
     q = first.quantity
     return (

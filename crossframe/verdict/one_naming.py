@@ -66,6 +66,14 @@ def in_one_naming(a: Recording, b: Recording, param_map: ParamMap | None = None)
         if lost:
             are = "is" if len(lost) == 1 else "are"
             texts.append(f"{_listed(lost)}, which {labels(a, b)[1 - i]} did not record, {are} not compared")
+    for i in range(2) if param_map is None else ():
+        alone = [name for name in sides[i].manifest.params if name not in sides[1 - i].manifest.params]
+        # Other names may stand for the same parameters.
+        has_all = len(alone) + len(sides[1 - i].manifest.params) == len(sides[i].manifest.params)
+        if alone and has_all and unused_params(sides[i], alone) == tuple(alone):
+            are = "is" if len(alone) == 1 else "are"
+            texts.append(f"{_listed(alone)}, which {labels(a, b)[i]} alone has and does not train, {are} not compared")
+            sides[i] = _without(sides[i], alone)
     a, b = sides
     naming = _by_map(a, b, param_map) if param_map is not None else _by_names_or_values(a, b)
     return replace(naming, unrecorded="; ".join(texts))
@@ -272,7 +280,7 @@ def _viewed(first: Recording, second: Recording, param_map: ParamMap, *, swapped
         first = _without(first, idle[0])
     if any(idle):
         note = (
-            f"{note}; {_listed([*idle[0], *idle[1]])}, which only one of them has, without a gradient, is not compared"
+            f"{note}; {_listed([*idle[0], *idle[1]])}, which only one of them has and does not train, is not compared"
         )
     param_map = with_identities(param_map, (path for path in theirs if path not in idle[1]))
     activations = match_activations(first, second, param_map)

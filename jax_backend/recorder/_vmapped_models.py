@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from jax_backend.recorder._taps import (
 
 _vmap = jax.vmap
 _without_updates: set[CodeType] = set()
+_with_updates: WeakSet[FunctionType] = WeakSet()
 
 
 @functools.wraps(_vmap)
@@ -82,6 +84,11 @@ def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     A trial trace tells. It may be a simulation that takes long to trace: a function that updates nothing is traced once, unless
     what it does depends on other functions, as in a closure, of which a library may wrap any function.
     """
+    own = getattr(fun, "__func__", fun)
+    if (
+        isinstance(own, FunctionType) and own in _with_updates
+    ):  # another trial would not trace the bodies of its loops again
+        return True
     code = fun.__code__ if isinstance(fun, FunctionType) and not fun.__closure__ else None
     if seen_updates.get() is not None or code in _without_updates:  # an outer trial finds those inside
         return False
@@ -92,7 +99,9 @@ def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             jax.eval_shape(lambda *args, **kwargs: mapped(*args, **kwargs), *args, **kwargs)
     except Exception:  # which the function itself raises
         return False
-    if not seen and code is not None:
+    if seen and isinstance(own, FunctionType):
+        _with_updates.add(own)
+    elif not seen and code is not None:
         _without_updates.add(code)
     return bool(seen)
 

@@ -443,8 +443,10 @@ class ScriptRecorder:
         self._alone.add(known)
         wanted = {id(param): param for held in (*mine, *others) for param in params_of(held)}
         found = models_together(part, wanted, callers)
-        if part is None and found is not None and not self._called.isdisjoint(found.modules()):
-            return None
+        if part is None and found is not None:
+            called = [each for each in found.modules() if each in self._called]
+            if any(True for each in called for _ in each.parameters()):
+                return None
         return found
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:

@@ -343,3 +343,30 @@ def test_other_multiples_of_a_loss_are_a_bug(tmp_path, faults, number):
         found = compare(*pair)
         assert found.verdict is Verdict.BUG and found.first_divergence, found.reason
         assert found.first_divergence.event == "loss" and not any("whole batch" in note for note in found.notes)
+
+
+def replaced(noise):
+    """A loop that gives the optimizer other gradients than those of the loss, with two backwards of losses of its own."""
+
+    def mean(step, name, grads, old):
+        own = np.random.default_rng([step, *name.encode()]).normal(size=grads[0][name].shape)
+        return own + noise * np.mean([grad[name].astype(float) for grad in grads], axis=0)
+
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        pytest.param(0.0, 0.0, Verdict.ROUNDING, id="the same gradients"),
+        pytest.param(0.0, 1e-3, Verdict.BUG, id="other gradients"),
+    ],
+)
+def test_losses_decide_nothing_where_the_optimizer_gets_other_gradients(tmp_path, first, second, verdict):
+    a = record(tmp_path / "a", Faults(mean=replaced(first)))
+    b = added(record(tmp_path / "b", replace(scaled(1.5, loss=1.9), mean=replaced(second)), noise=1))
+    for pair in ((a, b), (b, a)):
+        found = compare(*pair)
+        assert found.verdict is verdict, found.reason
+        note = "losses and local gradients differ, which are sums, in "
+        assert any(note in each for each in found.notes) is (verdict is Verdict.ROUNDING)

@@ -36,10 +36,18 @@ NAMED = _TRAIN + (
 )
 
 
+# A body of a loop that is no closure, which JAX traces once.
+NESTED = SEEDS.replace(
+    "    own = jax.tree.map",
+    "    return jax.lax.scan(both, (seed, rate), None, 1)\ndef both(carry, _):\n    seed, rate = carry\n    own = jax.tree.map",
+).replace("    return own, losses", "    return carry, (own, losses)")
+
+
 @pytest.mark.parametrize(
     ("text", "num_models"),
     [
         pytest.param(SEEDS, 3, id="seeds and rates"),
+        pytest.param(NESTED, 3, id="in a loop"),
         pytest.param(OTHER_AXES, 2, id="other axes", marks=pytest.mark.exhaustive),
         pytest.param(NAMED, 2, id="named arguments", marks=pytest.mark.exhaustive),
     ],

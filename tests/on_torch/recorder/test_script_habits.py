@@ -373,3 +373,26 @@ def test_another_number_of_items_is_a_bug_in_the_loss(run_padded):
     found = compare(run_padded((0, 4)), run_padded((0, 4), num_items=2))
     assert found.verdict is Verdict.BUG and found.first_divergence is not None
     assert (found.first_divergence.step, found.first_divergence.event) == (0, "loss")
+
+
+PAST_MODULES = """
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.softplus = nn.Parameter(torch.ones(4)), nn.Softplus()
+    def forward(self, x):
+        return self.softplus(self.weight * x)
+model = Bare()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in torch.randn(3, 4):
+    model.softplus(model.weight * x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_only_modules_without_parameters_are_called(run, tmp_path):
+    """As by Gaussian processes of GPyTorch, whose own modules do not go through nn.Module.__call__."""
+    assert run(PAST_MODULES) == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3 and set(found.manifest.params) == {"weight"}
