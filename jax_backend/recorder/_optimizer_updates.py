@@ -20,7 +20,7 @@ from jax_backend.recorder._gradients import DifferentiatedFunction
 from jax_backend.recorder._optimizer_settings import noted, noting_optimizers
 from jax_backend.recorder._script_session import Root, inside_update, root, seen_updates
 from jax_backend.recorder._script_turns import of_parameters
-from jax_backend.recorder._taps import APPLY, UPDATE, Collector, Tap, Value, current, innermost
+from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Collector, Tap, Value, current, innermost
 from jax_backend.shards._sharded_params import ShardedParams
 from jax_backend.tree import is_floating, path_name
 
@@ -205,10 +205,24 @@ def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
         "before": _values_of(named, _floating(params)),
         "updates": _values_of(named, added),
     }
+    if not _has_gradients(collector):
+        values["loss"] = Value(optax.tree.norm(list(named.values())))
     shapes = tuple(tuple(leaf.shape) for leaf in named.values())
     structure = jax.tree.structure(reduced) if isinstance(reduced, ShardedParams) else None
     collector.add([Tap(UPDATE, (tuple(named), shapes, structure), values)])
     return updates, after
+
+
+def _has_gradients(collector: Collector | None) -> bool:
+    """Whether a gradient was taken before, as far as is seen."""
+    found = root()
+    if found is not None and found.session.has_gradients:
+        return True
+    while collector is not None:
+        if any(tap.kind == GRADIENT for tap in collector.taps):
+            return True
+        collector = collector.above
+    return False
 
 
 def _values_of(names: Iterable[str], found: Mapping[str, Any]) -> tuple[Value, ...]:

@@ -92,6 +92,11 @@ class Session(Protocol):
     perturbed_run: int
     forward_only: bool
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were taken so far."""
+        ...
+
     def begins_call(self, params: Mapping[str, Any]) -> Detail:
         """A model with these parameters is called outside of jit; returns what is wanted of it."""
         ...

@@ -63,7 +63,7 @@ class Steps:
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
         self._by_hand = UpdatesByHand()
-        self._are_all_known = False
+        self._are_all_known = self._are_unseen = False
         self._steps: deque[Step] = deque()
         self.constants = Constants()
         self._records = Records(begin, self.constants) if begin is not None else None
@@ -236,7 +236,9 @@ class Steps:
             model.first_params |= arrays_of(tap, ("before",), originals)
             model.first_params |= {i: noted.initial[i] for i in at.keys() & noted.initial.keys()}
         model.gradients = model.gradients_among(self._gradients, is_alone=self._is_alone)
-        if not model.gradients:
+        if not model.gradients and "loss" in tap.values:
+            self._say_unseen()
+        elif not model.gradients:
             what = f"{len(self._gradients)} gradients of other shapes were" if self._gradients else "no gradient was"
             raise UsageError(
                 f"an optimizer of optax updated {listed(model.names)}, but before it {what} taken by jax.grad or "
@@ -245,6 +247,16 @@ class Steps:
             )
         model.begin_update(tap)
         return model
+
+    def _say_unseen(self) -> None:
+        """Say once what is recorded of gradients that are made in another way than by `jax.grad` of a loss."""
+        if not self._are_unseen:
+            self._are_unseen = True
+            print(
+                "crossframe: no gradient of jax.grad or jax.value_and_grad was seen before the update of an optimizer: the loss "
+                "of a step is the norm of the gradients that the optimizer gets, and there are no batches",
+                file=sys.stderr,
+            )
 
     def _model_of(self, update: Tap, originals: Mapping[int, Any]) -> Model:
         """The model that is updated. Before all are known, it may be a new one."""
@@ -330,7 +342,7 @@ class Steps:
         assert update is not None
         if "mini_step" in update.values and int(update.values["mini_step"].of_a_rank):
             return None
-        losses = [_mean(each.tap) for each in gradients]
+        losses = [_mean(each.tap) for each in gradients] or [_mean(update)]
         if model.tree is not None and any(each.is_local for each in gradients):
             loss = sum(loss * each.num_microbatches for loss, each in zip(losses, gradients, strict=True))
         else:

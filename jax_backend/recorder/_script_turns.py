@@ -131,6 +131,8 @@ class Turn:
 
     def _params_of_gradient(self) -> Params | None:
         """The parameters at which the first gradient was taken; None if they are not those of the model."""
+        if not self.gradients:
+            return None
         tap = self.gradients[0].tap
         return self.model.matching(dict(zip(tap.about.names, tap.values["diff"], strict=True)))
 

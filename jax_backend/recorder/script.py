@@ -378,6 +378,11 @@ class ScriptRecorder:
         if self._hidden:
             raise UsageError(self._about_hidden())
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were taken so far."""
+        return self._num_gradients > 0
+
     def hidden(self, what: str) -> None:
         """A function of an optimizer was traced where its values cannot leave."""
         self._hidden.add(what)

@@ -2,8 +2,10 @@
 
 Each rank has its own. They are compared rank by rank where the ranks of both recordings have the same samples in the same
 microbatches. At other world sizes they are compared if all ranks of a recording have the same bits, as after an all-reduce, and
-both call the model as often in a step. A buffer, or an element of it, that no step of either run has changed is not compared:
-what is computed from it shows whether it is right, and memory that is not initialised may have any value.
+both call the model as often in a step. There, and where samples come in another order, so may the rows of a buffer, as those of a
+queue of features: they are compared in one order (`crossframe.verdict.measure.routed_rows`). A buffer, or an element of it, that
+no step of either run has changed is not compared: what is computed from it shows whether it is right, and memory that is not
+initialised may have any value.
 """
 
 import math
@@ -20,6 +22,7 @@ from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.metrics import distance, norm, parameter_scale
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
+from crossframe.verdict.measure.routed_rows import MOST_ROWS, matching_rows
 from crossframe.verdict.measure.values import Side, assemble, match_values
 
 EVENT = "buffer"
@@ -75,6 +78,8 @@ def _is_one(recording: Recording, step: int, name: str) -> bool:
 def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
     sides = (buffer_value(recording, step, rank, name) for recording in (pair.a, pair.b))
     a, b, sketches = match_values(*sides, by_sketch=pair.sketched)
+    if sketches is None and (not pair.by_rank or pair.reordered(step)):
+        b = _in_one_order(pair, step, name, a, b)
     if sketches is None and a.tobytes() != b.tobytes():
         unchanged = _unchanged(pair.a, step, rank, name) & _unchanged(pair.b, step, rank, name)
         b = np.where(unchanged, a, b).astype(b.dtype, copy=False)
@@ -87,6 +92,18 @@ def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
         made = replace(made, bound=math.inf)
     rate = pair.a.manifest.learning_rate or 0.0
     return made.with_scale(parameter_scale(made.norms[0], made.numel, pair.total_update_norm(of), rate, pair.num_steps))
+
+
+def _in_one_order(pair: Pair, step: int, name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The other side's values, their rows in the order of a's if they come in another one, as those of a queue that ranks fill
+    with what they compute of their samples."""
+    if a.ndim < 2 or a.shape != b.shape or not 1 < len(a) <= MOST_ROWS:
+        return b
+    order = matching_rows(a.reshape(len(a), -1), b.reshape(len(b), -1), pair.bounds.parameter, are_known=True)
+    if order is None or (order == np.arange(len(order))).all():
+        return b
+    pair.routed.setdefault(name, step)
+    return b[order]
 
 
 def _unchanged(recording: Recording, step: int, rank: int, name: str) -> np.ndarray | np.bool:

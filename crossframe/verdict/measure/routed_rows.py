@@ -121,7 +121,7 @@ class RoutedRows:
         return matching_rows(a, b, self._pair.bounds.parameter)
 
 
-def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | None:
+def matching_rows(a: np.ndarray, b: np.ndarray, bound: float, *, are_known: bool = False) -> np.ndarray | None:
     """The order of b's rows in which they equal a's up to `bound` (see above); None if there is none.
 
     >>> matching_rows(np.eye(3), np.eye(3)[[2, 0, 1]], 1e-11).tolist()
@@ -130,6 +130,7 @@ def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | No
     Args:
         a, b: arrays of one shape (rows, width).
         bound: on norm(a - b) / norm(a).
+        are_known: whether rows are known to come in other orders, and so may be as near to those in their places as they like.
     """
     a, b = a.astype(np.float64), b.astype(np.float64)
     if not (np.isfinite(a).all() and np.isfinite(b).all()) or not a.any():
@@ -138,7 +139,9 @@ def matching_rows(a: np.ndarray, b: np.ndarray, bound: float) -> np.ndarray | No
     if distance(a, b) <= bound * size:
         return np.arange(num_rows)
     order = _assigned(a, b, min(bound * size / np.sqrt(num_rows), _spread(a) / 2))
-    return order if order is not None and _are_unrelated(a, b, order != np.arange(num_rows)) else None
+    if order is None or are_known:
+        return order
+    return order if _are_unrelated(a, b, order != np.arange(num_rows)) else None
 
 
 def _spread(a: np.ndarray) -> float:

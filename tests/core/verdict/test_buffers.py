@@ -140,6 +140,30 @@ def test_other_worlds_share_buffers_that_all_ranks_agree_on(tmp_path):
     )
 
 
+def queue(order=(0, 1, 2, 3), *, wrong=0.0):
+    """A queue of the features of all samples, in the order in which ranks fill it."""
+
+    def buffers(step, rank):
+        rows = 10 + np.random.default_rng(step + 1).normal(size=(4, 3))
+        rows[0] += wrong
+        return {"queue": rows[[*order]]}
+
+    return buffers
+
+
+def test_rows_of_ranks_with_other_samples_come_in_any_order(tmp_path):
+    whole = recorded(tmp_path, "whole", queue(), 1)
+    for name, order, wrong in (("two", (0, 2, 1, 3), 0.0), ("wrong", (0, 2, 1, 3), 1e-3)):
+        divided = recorded(tmp_path, name, queue(order, wrong=wrong), 2)
+        for a, b in ((whole, divided), (divided, whole)):
+            found = compare(a, b)
+            assert found.verdict is (Verdict.BUG if wrong else Verdict.ROUNDING), found.reason
+            said = "the rows of 'queue' come in different orders; they are compared in one order"
+            assert wrong or said in found.notes
+    moved = recorded(tmp_path, "moved", queue((0, 2, 1, 3)), 1)
+    assert compare(whole, moved).verdict is Verdict.BUG  # the same samples on the same ranks
+
+
 def test_buffers_of_other_shapes_are_not_compared(tmp_path):
     def other(step, rank):
         return {"block.mean": np.full(5, float(step)), "block.var": moving()(step, rank)["block.var"]}

@@ -652,15 +652,6 @@ for _ in range(2):
     updates, _ = tx.update(grads, tx.init(params))
 """
 )
-_NO_GRADIENT = (
-    FUNCTIONS
-    + """
-tx = optax.sgd(0.1)
-loss, backward = jax.vjp(lambda p: loss_fn(p, batches[0]["image"], batches[0]["label"]), params)
-updates, _ = tx.update(backward(jnp.ones(()))[0], tx.init(params))
-params = optax.apply_updates(params, updates)
-"""
-)
 _STATIC_AHEAD_OF_TIME = (
     AHEAD_OF_TIME.replace("@jax.jit", "@partial(jax.jit, static_argnums=3)")
     .replace("batch):", "batch, rate=1):")
@@ -675,7 +666,6 @@ REFUSED = {
     "ensemble_in_a_scan": (_ENSEMBLE_IN_A_SCAN, "whose values cannot leave it"),
     "ensemble": (_ENSEMBLE, "or of parameters by other dims than the first"),
     "updated_twice": (_UPDATED_TWICE, "made updates twice"),
-    "no_gradient": (_NO_GRADIENT, "no gradient was taken"),
     "ahead_of_time": (_STATIC_AHEAD_OF_TIME, "was compiled ahead of time"),
     "nothing": (_NOTHING, "nothing was trained"),
 }
