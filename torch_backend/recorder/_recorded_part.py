@@ -1,6 +1,6 @@
 """A module that is recorded, and what its hooks tell the `Recorder`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -8,8 +8,26 @@ from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_hooks import Sink, Watch
 from torch_backend.recorder._tensor_writing import Keeper
 
-if TYPE_CHECKING:  # which imports this module
-    from torch_backend.recorder._recorder import Recorder
+
+class Callbacks(Protocol):
+    """What a part calls of its `Recorder`."""
+
+    current_step: int
+
+    def begins(self, inputs: list[Tensor]) -> None:
+        """A forward begins, with these inputs if it is the first one."""
+
+    def look_for_update(self) -> None:
+        """End the step if the script has changed parameters by itself."""
+
+    def write_late(self) -> None:
+        """Write the step that has ended, if that was put off."""
+
+    def forwards(self, part: "RecordedPart", tensors: list[Tensor], mask: int | None) -> None:
+        """A part is given a microbatch, and the index of the mask in it."""
+
+    def ends(self, output: Any) -> None:
+        """A forward has ended."""
 
 
 class RecordedPart(Sink):
@@ -21,7 +39,7 @@ class RecordedPart(Sink):
         view, keeper: what is known of it, and what records it; None before the recording begins.
     """
 
-    def __init__(self, recorder: "Recorder", model: nn.Module, stage: int, *, every_call: bool, in_parts: bool) -> None:
+    def __init__(self, recorder: Callbacks, model: nn.Module, stage: int, *, every_call: bool, in_parts: bool) -> None:
         self._recorder, self.model, self.stage = recorder, model, stage
         self.view: ModelView | None = None
         self.keeper: Keeper | None = None
