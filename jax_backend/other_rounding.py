@@ -2,7 +2,7 @@
 
 See [Note: what a perturbed run may do] in `torch_backend.other_rounding`. Here the jaxpr of the loss function is evaluated with
 changes: products are summed in another order, and each result that rounds is moved to one of its neighbours or left, by a hash of
-its bits and its place. Cotangents are scaled by the same relative change, so that backward has other rounding too.
+its bits and its place. Results of integers alone are left, such as the places that a division gives. Cotangents are scaled by the same relative change, so that backward has other rounding too.
 """
 
 import functools
@@ -110,11 +110,13 @@ class _Rounding(Evaluation):
     def _moved(self, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.floating) or not array.size:
             return array
-        bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(array), f"uint{8 * array.dtype.itemsize}")
+        fixed = jax.lax.stop_gradient(array)
+        is_rounded = (fixed != jnp.round(fixed)).any()
+        bits = jax.lax.bitcast_convert_type(fixed, f"uint{8 * array.dtype.itemsize}")
         keys = bits.astype(jnp.uint32) ^ self._drawn()
         keys = _mixed(keys)
         away = (keys >> 31).astype(jnp.int8) - (keys >> 30 & 1).astype(jnp.int8)
-        return _neighbour(array, away.astype(array.dtype))
+        return _neighbour(array, (away * is_rounded).astype(array.dtype))
 
 
 def _rounds(equation: core.JaxprEqn) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from crossframe.errors import UsageError
 
@@ -43,3 +44,16 @@ def is_key(leaf: Any) -> bool:
 def dtype_name(leaf: Any) -> str:
     """The name of the dtype of an array, or of the array that JAX would make of a value."""
     return jnp.result_type(leaf).name if not hasattr(leaf, "dtype") else str(leaf.dtype)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is an array of a floating or complex dtype."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def as_real(leaf: Any) -> Any:
+    """Complex numbers as pairs of real ones, with a last dim of 2, as `torch.view_as_real` gives them; else the leaf itself."""
+    if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.complexfloating)):
+        return leaf
+    stack = jnp.stack if isinstance(leaf, jax.Array) else np.stack
+    return stack([leaf.real, leaf.imag], -1)

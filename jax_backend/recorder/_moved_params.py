@@ -8,7 +8,7 @@ import numpy as np
 
 from crossframe.recording.perturbed_runs import perturbed_values
 from jax_backend.recorder._params_as_arrays import placed_like
-from jax_backend.tree import is_floating, path_name
+from jax_backend.tree import as_real, is_inexact, path_name
 
 
 class MovedParams:
@@ -33,13 +33,15 @@ class MovedParams:
         Args:
             by_rank: it has a leading dim of ranks.
         """
-        if id(leaf) in self._pairs or not is_floating(leaf):
+        if id(leaf) in self._pairs or not is_inexact(leaf):
             return
         values = np.asarray(leaf)
         if self._forward_only and name in self._initial and np.array_equal(values, self._initial[name], equal_nan=True):
             moved = leaf  # the model keeps what it was given
         else:
-            each = [perturbed_values(name, own, self._perturbed_run) for own in (values if by_rank else [values])]
+            each = [
+                perturbed_values(name, as_real(own), self._perturbed_run) for own in (values if by_rank else [values])
+            ]
             moved = placed_like(leaf, np.stack(each) if by_rank else each[0])
             self._initial[name] = np.asarray(moved)
             if np.shape(moved):

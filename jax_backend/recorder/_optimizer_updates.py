@@ -3,7 +3,6 @@
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from jax_backend.recorder._script_session import Root, inside_update, root, seen
 from jax_backend.recorder._script_turns import of_parameters
 from jax_backend.recorder._taps import APPLY, GRADIENT, UPDATE, Collector, Tap, Value, current, innermost
 from jax_backend.shards._sharded_params import ShardedParams
-from jax_backend.tree import is_floating, path_name
+from jax_backend.tree import path_name
 
 _apply_updates, _value_and_grad_from_state = optax.apply_updates, optax.value_and_grad_from_state
 accumulation: ContextVar["Accumulation | None"] = ContextVar("accumulation", default=None)
@@ -102,9 +101,9 @@ def applied(own: Callable, params: Any, updates: Any) -> Any:
     if isinstance(collector, Root):
         params, updates = collector.session.replaced(params), collector.session.replaced(updates)
     result = own(params, updates)
-    names = _floating(updates)
+    names = _inexact(updates)
     before, after = (
-        {name: leaf for name, leaf in _floating(each).items() if name in names} for each in (params, result)
+        {name: leaf for name, leaf in _inexact(each).items() if name in names} for each in (params, result)
     )
     values = {
         what: tuple(Value(leaf) for leaf in each.values()) for what, each in (("before", before), ("after", after))
@@ -131,16 +130,9 @@ def _add_application(collector: Collector, application: Tap) -> None:
     collector.add([application])
 
 
-def _floating(tree: Any) -> dict[str, Any]:
-    """The floating leaves by their paths. Warns of complex ones, which are parameters too."""
-    leaves = _leaves(tree, jnp.inexact)
-    found = {path: leaf for path, leaf in leaves.items() if is_floating(leaf)}
-    if some := [path for path in leaves if path not in found]:
-        warnings.warn(
-            f"not recorded, since they are complex: {', '.join(some)}; keep real and imaginary parts as parameters of their own",
-            stacklevel=2,
-        )
-    return found
+def _inexact(tree: Any) -> dict[str, Any]:
+    """The floating and complex leaves by their paths."""
+    return _leaves(tree, jnp.inexact)
 
 
 def _leaves(tree: Any, kind: Any) -> dict[str, Any]:
@@ -171,7 +163,7 @@ def _init(own: Callable, params: Any) -> Any:
     collector = innermost()
     if collector is None or collector.in_loss or inside_update.get():
         return own(params)
-    noted.initialised(_leaves(params, jnp.floating))
+    noted.initialised(_inexact(params))
     with setting(inside_update, True):
         return own(params)
 
@@ -186,7 +178,7 @@ def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
     with setting(inside_update, True), setting(accumulation, None):
         updates, after = own(grads, state, params, **extra)
         accumulates = accumulation.get()
-    added = _floating(updates)
+    added = _inexact(updates)
     if isinstance(collector, Root):
         updates = collector.session.shifted(updates)
     reduced = grads
@@ -197,12 +189,12 @@ def updated(own: Callable, grads: Any, state: Any, params: Any = None, **extra: 
             reduced = accumulates.grads()
             if isinstance(grads, ShardedParams) and not isinstance(reduced, ShardedParams):
                 reduced = to_shards(reduced, grads.tree)
-    named = _floating(reduced)
+    named = _inexact(reduced)
     values |= {
         "grads": tuple(Value(leaf) for leaf in named.values()),
         "state": jax.tree.map(Value, after),
         "state_before": tuple(Value(leaf) for leaf in jax.tree.leaves((state, params))),
-        "before": _values_of(named, _floating(params)),
+        "before": _values_of(named, _inexact(params)),
         "updates": _values_of(named, added),
     }
     if not _has_gradients(collector):

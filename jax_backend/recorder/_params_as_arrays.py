@@ -17,7 +17,7 @@ from crossframe.recording.perturbed_runs import perturbed_values
 from crossframe.unit_assignment import enclosing_unit
 from jax_backend.recorder._device_ranks import Grid
 from jax_backend.state._optimizer_state import counts_of, fields_in_torch
-from jax_backend.tree import dtype_name, is_floating, leaves_by_path, path_name
+from jax_backend.tree import as_real, dtype_name, is_inexact, leaves_by_path, path_name
 
 Pieces = dict[str, dict[str, tuple[int, int, Any]]]
 """By unit and parameter, (start, stop, values)."""
@@ -28,7 +28,7 @@ class ArrayPieces:
     per-parameter layout assigns to it, read from its own device if it has them.
 
     Args:
-        params: floating arrays.
+        params: floating arrays, or complex ones, which are pairs of real numbers in a recording.
         mesh, param_map, units: as of `Recorder`.
 
     Attributes:
@@ -44,10 +44,11 @@ class ArrayPieces:
         units: Iterable[str] | None,
     ) -> None:
         leaves = leaves_by_path(params)
-        wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not is_floating(leaf)}
+        wrong = {path: type(leaf).__name__ for path, leaf in leaves.items() if not is_inexact(leaf)}
         if wrong or not leaves:
             raise UsageError(f"params: expected a pytree of floating arrays, got {wrong or 'none'}; leave out all else")
         self.grid = Grid.of(leaves.values(), mesh)
+        leaves = _as_reals(leaves)
         self.param_map = identity_map(leaves) if param_map is None else param_map
         self.param_map.check(self.param_map.by_name, leaves)
         specs = [_spec(entry, [leaves[path] for path in entry.paths]) for entry in self.param_map.entries]
@@ -59,7 +60,9 @@ class ArrayPieces:
     def pieces(self, values: Any) -> dict[int, Pieces]:
         """The pieces of each rank of this process of a pytree like the parameters, such as their gradients; None has no
         pieces."""
-        return self._pieces({path: leaf for path, leaf in leaves_by_path(values).items() if leaf is not None})
+        return self._pieces(
+            _as_reals({path: leaf for path, leaf in leaves_by_path(values).items() if leaf is not None})
+        )
 
     def unsharded(self, params: Any, rank: int) -> dict[str, dict[str, np.ndarray]]:
         """Full parameters in canonical shapes as a rank of this process has them, by unit and name.
@@ -67,7 +70,7 @@ class ArrayPieces:
         Args:
             params: a pytree like the parameters, without those that are not known.
         """
-        leaves = leaves_by_path(params)
+        leaves = _as_reals(leaves_by_path(params))
         found: dict[str, dict[str, np.ndarray]] = {}
         for unit, layout in self.units:
             for spec in layout.params:
@@ -92,7 +95,7 @@ class ArrayPieces:
         """The initial parameters of a perturbed run (`crossframe.recording.perturbed_runs`), on the same devices."""
 
         leaves = leaves_by_path(params)
-        found = {path: _whole(leaf).copy() for path, leaf in leaves.items()}
+        found = {path: as_real(_whole(leaf)).copy() for path, leaf in leaves.items()}
         for entry in self.param_map.entries:
             values = entry.to_canonical(*(found[path] for path in entry.paths))
             values = perturbed_values(entry.name, values, perturbed_run)
@@ -157,8 +160,9 @@ def state_by_path(
     stepped: dict[str, float] = {}
     for key, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         # A count has the path and the shape of a parameter that is a bare scalar.
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             continue
+        leaf = as_real(leaf)
         for first in range(len(key) + 1):
             path, before, inner = path_name(key[first:]), key[:first], key[:first]
             if first and (of_model := f"{path_name(key[:1])}.{path}") in known:
@@ -198,12 +202,18 @@ def list_modules(param_map: ParamMap) -> tuple[str, ...]:
 
 
 def placed_like(leaf: Any, values: np.ndarray) -> Any:
-    """Values with the sharding of a leaf."""
+    """Values with the sharding of a leaf, those of a complex one as `as_real` gives them."""
+    if jnp.iscomplexobj(leaf):
+        values = np.ascontiguousarray(values).view(np.result_type(leaf))[..., 0]
     if not isinstance(leaf, jax.Array):
         return values
     if not leaf.committed:  # jit may move it to other devices
         return jax.numpy.asarray(values)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
+
+
+def _as_reals(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: as_real(leaf) for path, leaf in leaves.items()}
 
 
 def _whole(leaf: Any) -> np.ndarray:

@@ -53,6 +53,13 @@ def test_functions_inside_of_which_nothing_rounds_are_left_alone():
     assert np.any(np.asarray(other_rounding(divided, 1)(x)[1]) != np.asarray(divided(x)[1]))
 
 
+def test_integers_stay():
+    """Such as the places that a division gives; among other numbers they move."""
+    x = jnp.arange(100.0)
+    np.testing.assert_array_equal(other_rounding(lambda x: 2 * x / 2.0, 1)(x), x)
+    assert (other_rounding(lambda x: x / 2.0, 1)(x) != x / 2.0)[2::2].any()
+
+
 def test_zeros_and_what_is_not_finite_stay():
     x = jnp.array([0.0, np.inf, -np.inf, np.nan])
     np.testing.assert_array_equal(other_rounding(lambda x: x / 1.0, 1)(x), x)

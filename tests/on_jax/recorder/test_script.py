@@ -500,10 +500,22 @@ for x in jnp.ones((2, 5, 4)):
 """
 
 
-def test_complex_parameters_are_left_out_with_a_warning(run, tmp_path):
-    with pytest.warns(UserWarning, match="not recorded, since they are complex: w;"):
-        assert run(COMPLEX)[0] == 0
-    assert Recording.open(tmp_path / "out").manifest.params.keys() == {"b"}
+@pytest.mark.parametrize("text", [COMPLEX, COMPLEX.replace('"b": jnp.zeros(3)', '"b": jnp.zeros(3, complex)')])
+def test_complex_parameters_are_recorded_as_pairs_of_real_numbers(run, tmp_path, text):
+    """With the gradients that the optimizer gets."""
+    text = text.replace("optax.sgd(0.1)", "optax.adam(0.1)").replace("for x in", "given = []\nfor x in")
+    keeps = "given.append(jax.tree.map(jnp.conj, grads))\n    updates, state ="
+    _, variables = run(text.replace("updates, state =", keeps), every=1)
+    assert run(text, every=1, perturbed_run=1)[0] == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.manifest.params["w"].shape == (4, 3, 2) and found.manifest.params["w"].dtype == "float32"
+    pairs = lambda array: np.stack([array.real, array.imag], -1)  # noqa: E731
+    np.testing.assert_array_equal(found.full("reduce", 0, "w"), pairs(np.asarray(variables["given"][0]["w"])))
+    np.testing.assert_array_equal(found.full("update", 1, "w"), pairs(np.asarray(variables["params"]["w"])))
+    assert found.state_slots(0, "w") == ("exp_avg", "exp_avg_sq")
+    [perturbed] = found.perturbed_runs()
+    moved = np.abs(perturbed.full("parameters", 0, "w") - found.full("parameters", 0, "w"))
+    assert 0 < moved.max() < 1e-6
 
 
 UNPACKED = """
