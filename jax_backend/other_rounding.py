@@ -2,7 +2,8 @@
 
 See [Note: what a perturbed run may do] in `torch_backend.other_rounding`. Here the jaxpr of the loss function is evaluated with
 changes: products are summed in another order, and each result that rounds is moved to one of its neighbours or left, by a hash of
-its bits and its place. Results of integers alone are left, such as the places that a division gives. Cotangents are scaled by the same relative change, so that backward has other rounding too.
+its bits and its place. Results of integers alone are left, such as the places that a division gives. Cotangents are scaled by the
+same relative change, so that backward has other rounding too.
 """
 
 import functools

@@ -31,6 +31,11 @@ class Batch:
     sample_ids: tuple[int, ...]
     inputs: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether none was seen, as where a step is computed from parameters alone."""
+        return self.digest == digest_of(())
+
     def has_samples_of(self, other: "Batch") -> bool:
         """Whether a model is called with the same samples, perhaps in another order, in other microbatches, or with further
         arrays, which one of the models could derive from the others. Numbers, arrays without dims, may differ."""

@@ -8,7 +8,7 @@ from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, PARAMETERS, STATE, UPDATE
-from crossframe.recording.known_settings import EPS_HAT, GROUPS
+from crossframe.recording.known_settings import EPS_HAT, GRADIENT_NORM, GROUPS, LOSSES
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of, is_repetition
 from crossframe.verdict.call_orders import match_calls
@@ -214,6 +214,7 @@ def _compare_ranks(
     dtype = pair.dtype
     limits = Limits.of(pair)
     pair.noise = limits.noise if limits else ()
+    left_out = (FORWARD, BACKWARD) if not judges_losses else (FORWARD,) if _is_loss_alone(a, b) else ()
     collected = UnlikeActivations(pair)
     narrower = None
     for group in walk(pair):
@@ -223,7 +224,7 @@ def _compare_ranks(
             if narrower is None and pair.coarser is None and (narrower := narrower_dtype_at(group, dtype)) is not None:
                 pair.rounds_in = narrower.dtype
             judged = [judge(narrower.judged(quantity) if narrower else quantity) for quantity in group]
-        if not judges_losses and group[0].kind in (FORWARD, BACKWARD):
+        if group[0].kind in left_out:
             judged = [replace(each, quantity=replace(each.quantity, bound=math.inf), beyond=False) for each in judged]
         collected.add(judged, group)
     collected.finish()
@@ -404,6 +405,11 @@ def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
     return [inside.get(id(each), each) for each in judged]
 
 
+def _is_loss_alone(a: Recording, b: Recording) -> bool:
+    """Whether one recording alone has losses, and the other one the norm of gradients."""
+    return len({each.manifest.settings.get(LOSSES) == GRADIENT_NORM for each in (a, b)}) == 2
+
+
 def _within(judgement: Judgement) -> Judgement:
     """The same difference, taken for one within its bound."""
     return replace(judgement, beyond=False, difference=min(judgement.difference, judgement.quantity.bound or 0.0))
@@ -435,8 +441,11 @@ def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
             f"the weight decay of {len(exempt)} parameter{'s' * (len(exempt) > 1)} (first {exempt[0]!r}) is not compared: only "
             f"{with_groups} states an exemption from it, and the other recorder may not see one; updates are compared"
         )
-    others = differing_batches(pair.a, pair.b)
-    known = range(pair.num_steps if others is None else others.since)
+    if _is_loss_alone(pair.a, pair.b):
+        name = names[pair.b.manifest.settings.get(LOSSES) == GRADIENT_NORM]
+        yield f"losses and batches are not compared: {name} has the norm of the gradients that the optimizer gets instead"
+    others, num_steps = differing_batches(pair.a, pair.b), 0 if _is_loss_alone(pair.a, pair.b) else pair.num_steps
+    known = range(num_steps if others is None else others.since)
     if (step := next((step for step in known if pair.reordered(step)), None)) is not None:
         if in_place(pair.a, pair.b, step):
             yield f"from step {step} on, one model is called with further arrays next to the same samples"

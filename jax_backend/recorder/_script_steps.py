@@ -63,7 +63,7 @@ class Steps:
         self._gradients: list[Gradient] = []
         self._models: list[Model] = []
         self._by_hand = UpdatesByHand()
-        self._are_all_known = self._are_unseen = False
+        self._are_all_known = self.are_unseen = False
         self._steps: deque[Step] = deque()
         self.constants = Constants()
         self._records = Records(begin, self.constants) if begin is not None else None
@@ -250,8 +250,8 @@ class Steps:
 
     def _say_unseen(self) -> None:
         """Say once what is recorded of gradients that are made in another way than by `jax.grad` of a loss."""
-        if not self._are_unseen:
-            self._are_unseen = True
+        if not self.are_unseen:
+            self.are_unseen = True
             print(
                 "crossframe: no gradient of jax.grad or jax.value_and_grad was seen before the update of an optimizer: the loss "
                 "of a step is the norm of the gradients that the optimizer gets, and there are no batches",

@@ -30,7 +30,7 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
-from crossframe.recording.known_settings import NOT_RECORDED
+from crossframe.recording.known_settings import GRADIENT_NORM, LOSSES, NOT_RECORDED
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
@@ -521,6 +521,8 @@ class ScriptRecorder:
         stated[PROGRAM] = program(compiled=self._is_compiled, mode=described.mode)
         if num_gradients is not None:  # not of forward alone
             stated[PROGRAM][GRADIENTS] = num_gradients
+        if self._training is not None and self._training.are_unseen:
+            stated[LOSSES] = GRADIENT_NORM
         if is_sharded and (frozen := frozen_names(params.tree)):
             stated[NOT_RECORDED] = frozen
         settings = stated | dict(options.pop("settings", None) or {})

@@ -151,7 +151,8 @@ def differing_batches(a: Recording, b: Recording) -> Setting | None:
         return None
     for step in common_steps(a, b):
         for rank in range(a.manifest.world_size):
-            if not a.batch(step, rank).has_samples_of(b.batch(step, rank)):
+            own, other = a.batch(step, rank), b.batch(step, rank)
+            if not (own.is_unknown or other.is_unknown or own.has_samples_of(other)):
                 text = f"the batch of rank {rank} at step {step} differs between {first} and {second}"
                 if are_redistributed(a, b):
                     together = f"{text}, though all ranks together have the same samples"

@@ -28,6 +28,9 @@ for i, batch in enumerate(batches):
 """
 )
 EAGER = STRATEGIES.replace("@jax.jit\n", "")
+OF_A_LOSS = STRATEGIES.replace(
+    "estimate(params, key, batch)\n    up", "spoil(jax.grad(loss_fn)(params, *batch.values()))\n    up"
+)
 OF_OUTPUTS = STRATEGIES.replace(
     "    grads = estimate(params, key, batch)\n",
     "    logits, backward = jax.vjp(lambda params: forward(params, batch['image']), params)\n"
@@ -56,3 +59,14 @@ def test_jit_and_eager_agree(run, tmp_path):
         assert run(STRATEGIES, "a", every=1, perturbed_run=number)[0] == 0
     found = compare(*(Recording.open(tmp_path / name) for name in "ab"))
     assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
+@pytest.mark.parametrize("fault", [1.0, 1.5])
+def test_losses_of_one_run_alone_are_not_compared(run, tmp_path, fault):
+    assert run(OF_OUTPUTS, "a", every=1)[0] == run(OF_A_LOSS, "b", every=1, fault=fault)[0] == 0
+    for number in (1, 2):
+        assert run(OF_OUTPUTS, "a", every=1, perturbed_run=number)[0] == 0
+    found = compare(*(Recording.open(tmp_path / name) for name in "ab"))
+    assert found.verdict is (Verdict.ROUNDING if fault == 1 else Verdict.BUG), found.reason
+    assert found.notes[0].startswith("losses and batches are not compared: a has the norm of the gradients")
+    assert fault == 1 or (found.first_divergence.step, found.first_divergence.phase) == (0, "reduce")
