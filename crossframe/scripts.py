@@ -35,6 +35,10 @@ def run_again_file(directory: Path, rank: str) -> Path:
     return directory / _RUN_AGAIN.format(rank)
 
 
+class RunAgainError(UsageError):
+    """The script was not recorded, but would be with the options of `run_again_file`."""
+
+
 class ScriptRecorder(Protocol):
     """Records a script that does not know of it."""
 
@@ -96,6 +100,10 @@ def run_recorded(recorder: ScriptRecorder, run: Callable[[], Any]) -> int:
     except SystemExit as ended:
         recorder.finish(ended)
         raise
+    except RunAgainError as error:
+        recorder.finish(error)
+        print(f"crossframe: {error}", file=sys.stderr)
+        return NOT_RECORDED
     except CrossframeError as error:
         recorder.finish(error)
         traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))

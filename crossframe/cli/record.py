@@ -100,6 +100,8 @@ def record_script(
         raise UsageError(
             f"record: {IDLE_OPTION} is of scripts of torch; in JAX an optimizer counts when its update is called"
         )
+    if by_hand and forward:
+        raise UsageError(f"record: {BY_HAND_OPTION} is of training, and {FORWARD_OPTION} records none; leave one out")
     if by_hand and framework == "jax":
         raise UsageError(f"record: {BY_HAND_OPTION} is of scripts of torch; in JAX such updates are found")
     again: dict[str, Any] = ({"idle_optimizers": [*idle_optimizers]} if idle_optimizers else {}) | (

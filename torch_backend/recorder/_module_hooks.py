@@ -300,7 +300,9 @@ class Watch:
     def _around(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks that report a module's input and output at dense steps."""
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any = None) -> None:
+            if kwargs is None:  # removed by a hook before it, which has ended a step
+                return
             if self.is_dense and in_backward():
                 self._listen(module)
             elif self.is_dense and self._inside:
@@ -431,11 +433,11 @@ class Watch:
         if self._awaits_backward and not self._every_call:
             self._inside = True
             return
-        is_first = self._view is None
+        before = self._handles
         self._model_begins(part, args, kwargs)
         if self.is_dense and self._inside and self._view is not None:
             self._enter(self._root)
-            if is_first and part is not self._root:  # it had no hooks of its own when it was called
+            if self._handles is not before and part is not self._root:  # it had no hooks of its own when it was called
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
     def backward_begins(self) -> None:

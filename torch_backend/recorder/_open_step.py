@@ -136,7 +136,10 @@ class OpenStep:
         if in_pipeline:  # whose schedule divides the losses on which it calls backward
             raise UsageError("Recorder.step: pass loss= on the last stage of a pipeline: the loss of the whole step")
         if not self.losses:
-            raise UsageError("Recorder.step: no backward from a loss was seen in this step; pass loss=")
+            raise UsageError(
+                "no backward from a single number was seen in this step; pass loss= to Recorder.step, or let the script call "
+                "backward on a sum or a mean"
+            )
         return self.losses
 
     def rates(self, *, of_stages: bool) -> list[Tensor | float]:

@@ -201,6 +201,8 @@ class Recorder(Listener):
         """There is no optimizer: call `updated`, which calls `step`, once the script has changed parameters after a gradient
         ([Note: updates by hand] in `_updates_by_hand.py`)."""
         self._updates_by_hand, self._updated_by_hand = UpdatesByHand(), updated
+        # What gets a gradient besides the model, such as inputs.
+        self._strange = UpdatesByHand()
 
     def read_buffers_late(self) -> None:
         """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
@@ -367,6 +369,11 @@ class Recorder(Listener):
 
     def look_for_update(self) -> None:
         """End the step if the script has changed parameters by itself."""
+        if self._updates_by_hand is not None and self._strange.have_happened():
+            raise UsageError(
+                "the script trains by itself tensors that are in no module which it called first; put what is trained together "
+                "into one module, use an optimizer of torch, or a Recorder in the script"
+            )
         if self._updates_by_hand is not None and self._updates_by_hand.have_happened():
             self._updates_by_hand.forget()
             self._updated_by_hand()
@@ -420,9 +427,9 @@ class Recorder(Listener):
     @_disable_dynamo
     def backward_ended(self, losses: Sequence[Tensor]) -> None:
         if self._updates_by_hand is not None and self._has_begun:
-            if self.current_step == 0:
-                self._check_by_hand(losses)
+            self._check_averages()
             with quietly():
+                self._strange.keep(leaf for leaf in leaves_of(losses) if not self._has_any([leaf]))
                 self._keep_grads(None)
                 self._updates_by_hand.keep(held.param for view in self._views for held in view.held)
 
@@ -437,17 +444,12 @@ class Recorder(Listener):
         for each, grad in before:
             each.grad = grad
 
-    def _check_by_hand(self, losses: Sequence[Tensor]) -> None:
-        """Raise UsageError if the script trains by itself what is not in the model, or what ranks average by themselves."""
+    def _check_averages(self) -> None:
+        """Raise UsageError if ranks average gradients by themselves."""
         if self._views[0].engine.name == REPLICAS:
             raise UsageError(
                 "the script changes parameters by itself on several ranks, and how it averages gradients is not seen; wrap the "
                 "model in DistributedDataParallel, use an optimizer of torch, or a Recorder in the script"
-            )
-        if strange := [leaf for leaf in leaves_of(losses) if not self._has_any([leaf])]:
-            raise UsageError(
-                f"a tensor of shape {tuple(strange[0].shape)} gets a gradient, but is in no module that the script called first; "
-                "put what is trained together into one module, use an optimizer of torch, or a Recorder in the script"
             )
 
     @_disable_dynamo

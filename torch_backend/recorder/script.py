@@ -41,7 +41,7 @@ from crossframe.processes import module_command
 from crossframe.recording.known_settings import BY_HAND_OPTION, EARLIER_UPDATES
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
-from crossframe.scripts import run_again_file, run_script
+from crossframe.scripts import RunAgainError, run_again_file, run_script
 from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
@@ -106,7 +106,7 @@ class ScriptRecorder:
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
         self._idle_optimizers = frozenset(idle_optimizers)
-        self._by_hand, self._updates_by_hand = by_hand, UpdatesByHand()
+        self._by_hand, self._updates_by_hand, self._num_by_hand = by_hand, UpdatesByHand(), 0
         self._depth = 0
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
@@ -170,7 +170,11 @@ class ScriptRecorder:
         if error is None and self._by_hand and self._recorder is not None:
             self._recorder.look_for_update()
         if error is None and self._updated and not self._num_steps:
-            raise UsageError(self._why_no_step())
+            self._refuse_without_step()
+        if error is None and self._recorder is None:
+            self._look_for_updates_by_hand()
+            if self._num_by_hand > 0 and not self._num_strange_steps:
+                self._refuse_by_hand()
         if self._num_steps and error is None and not self._updated <= self._most_updated:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
@@ -287,28 +291,41 @@ class ScriptRecorder:
     def _taking_gradients(self, own: Any) -> Any:
         """`torch.autograd.backward` calls it, and `torch.autograd.grad` under whatever name the script has imported that."""
 
-        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder is None and not in_backward():
-                if self._by_hand:
-                    self._consider(losses=tensors)
-                    if self._recorder is not None:
-                        self._recorder.begin_with_backward()
-                        engine: Any = torch.autograd
-                        return engine._engine_run_backward(tensors, *args, **kwargs)
-                else:
-                    self._look_for_updates_by_hand(tensors)
-            return own(tensors, *args, **kwargs)
+        def run(
+            tensors: Any, grads: Any, keep_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            given = (tensors, grads, keep_graph, create_graph, inputs, *args)
+            if self._recorder is not None or in_backward():
+                return own(*given, **kwargs)
+            if self._by_hand:
+                self._consider(losses=tensors)
+                if self._recorder is not None:
+                    self._recorder.begin_with_backward()
+                    engine: Any = torch.autograd
+                    return engine._engine_run_backward(*given, **kwargs)
+                return own(*given, **kwargs)
+            self._look_for_updates_by_hand()
+            leaves = leaves_of(tensors) if not inputs else [each for each in inputs if isinstance(each, Tensor)]
+            found = own(*given, **kwargs)
+            if not self._num_strange_steps and not self._held():
+                is_returned = kwargs.get("accumulate_grad") is False
+                self._updates_by_hand.keep(leaves, found if is_returned else [leaf.grad for leaf in leaves])
+            return found
 
         return run
 
-    def _look_for_updates_by_hand(self, tensors: Sequence[Tensor]) -> None:
-        """Gradients are about to be taken although there is no optimizer: have their parameters changed since the last ones?"""
-        if self._num_strange_steps or self._held():
-            return
-        if self._updates_by_hand.have_happened():
-            self._state_for_next_run({"by_hand": True})
-            raise UsageError(f"the script updates its parameters by itself: pass {BY_HAND_OPTION}, or {_USE_RECORDER}")
-        self._updates_by_hand.keep(leaves_of(tensors))
+    def _look_for_updates_by_hand(self) -> None:
+        """Count an update since the last gradient, if there is no optimizer."""
+        if not self._num_strange_steps and not self._held() and self._updates_by_hand.have_happened():
+            # A change that leads elsewhere is no training.
+            self._num_by_hand += 1 if self._updates_by_hand.follow_gradients() else -1
+            if self._num_by_hand >= (self._stop_after or _MOST_UPDATES):
+                self._refuse_by_hand()
+        self._updates_by_hand.forget()
+
+    def _refuse_by_hand(self) -> None:
+        self._state_for_next_run({"by_hand": True})
+        raise RunAgainError(f"the script updates its parameters by itself, which {BY_HAND_OPTION} states")
 
     def _ends_by_hand(self) -> None:
         """The script has changed its parameters."""
@@ -386,6 +403,7 @@ class ScriptRecorder:
         if self._sequences is not None:
             options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
         self._until_found.close()
+        self._updates_by_hand.forget()
         if self._num_strange_steps:
             print(
                 f"crossframe: {self._num_strange_steps} updates before the recording began are not in it: their optimizers were "
@@ -413,18 +431,19 @@ class ScriptRecorder:
         made = [ref() for i, ref in enumerate(self._made) if i not in self._idle_optimizers]
         return [optimizer for optimizer in made if optimizer is not None and not is_wrapper(optimizer)]
 
-    def _why_no_step(self) -> str:
-        """Why no step has ended although optimizers have stepped. Those that never have are left out of the next run."""
+    def _refuse_without_step(self) -> None:
+        """Say why no step has ended although optimizers have stepped. Those that never have are left out of the next run."""
         unused = [held for held in self._optimizers if all(held is not each for each in self._used)]
         numbers = [i for i, ref in enumerate(self._made) if any(ref() is held for held in unused)]
-        if numbers:
-            self._state_for_next_run({"idle_optimizers": numbers})
         kinds = Counter(type(held).__name__ for held in unused)
         listed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
-        return (
-            f"no step of training ended: of {len(self._optimizers)} optimizers, {len(unused)} never stepped ({listed}); do not "
-            f"make them, or {_USE_RECORDER}"
+        text = (
+            f"no step of training ended: of {len(self._optimizers)} optimizers, {len(unused)} never stepped ({listed})"
         )
+        if not numbers:
+            raise UsageError(f"{text}; do not make them, or {_USE_RECORDER}")
+        self._state_for_next_run({"idle_optimizers": numbers})
+        raise RunAgainError(text)
 
     def _state_for_next_run(self, options: dict[str, Any]) -> None:
         """Options of this class with which the command is to run the script again."""
@@ -482,6 +501,10 @@ class ScriptRecorder:
         """An optimizer has stepped."""
         while self._stepping and self._stepping.pop() is not optimizer:
             pass  # the step of one inside of it has failed
+        if self._by_hand:
+            raise UsageError(
+                f"{type(optimizer).__name__} has stepped, but {BY_HAND_OPTION} states that there is no optimizer; leave it out"
+            )
         if self._recorder is None:
             self._num_strange_steps += not self._stepping
             self._updated_before.update([] if is_wrapper(optimizer) else _params_of(optimizer))
@@ -520,7 +543,7 @@ class ScriptRecorder:
         self._updated.update(own := _params_of(optimizer))
         if max((self._updated[each] for each in own), default=0) > _MOST_UPDATES:
             if not self._num_steps:
-                raise UsageError(self._why_no_step())
+                self._refuse_without_step()
             raise UsageError(
                 f"{_MOST_UPDATES} steps of {type(optimizer).__name__} passed without one of another optimizer of the model; "
                 f"{_USE_RECORDER}"

@@ -122,7 +122,8 @@ def test_buffers_are_those_after_the_step(recorded):
 @pytest.mark.parametrize("text", [BY_HAND, RETURNED, TENSORS])
 def test_updates_by_hand_are_found_for_the_next_run(run, tmp_path, capsys, text):
     assert run(text) == NOT_RECORDED
-    assert "the script updates its parameters by itself: pass --by-hand" in capsys.readouterr().err
+    said = "crossframe: the script updates its parameters by itself, which --by-hand states\n"
+    assert capsys.readouterr().err == said
     assert json.loads(run_again_file(tmp_path / "out", "0").read_text()) == {"by_hand": True}
 
 
@@ -132,7 +133,71 @@ def test_gradients_without_updates_are_not_taken_for_updates(run, tmp_path, caps
     assert not run_again_file(tmp_path / "out", "0").exists()
 
 
-def test_what_is_trained_beside_modules_is_refused(run, capsys):
-    text = BY_HAND.replace("model = net()", "model, scale = net(), torch.ones((), requires_grad=True)")
-    assert run(text.replace("loss_of(model, x)", "(scale * loss_of(model, x))"), by_hand=True) == NOT_RECORDED
-    assert "a tensor of shape () gets a gradient, but is in no module" in capsys.readouterr().err
+BESIDE = BY_HAND.replace("model = net()", "model, scale = net(), torch.ones((), requires_grad=True)").replace(
+    "loss_of(model, x)", "(scale * loss_of(model, x))"
+)
+
+
+def test_what_is_trained_beside_modules_is_refused(run, recorded, capsys):
+    trained = BESIDE.replace("    model.zero_grad()", "    scale.data -= 0.1 * scale.grad\n    model.zero_grad()")
+    assert run(trained, by_hand=True) == NOT_RECORDED
+    assert "the script trains by itself tensors that are in no module" in capsys.readouterr().err
+    assert recorded("input", BESIDE).num_steps == 3  # such as inputs of a loss with derivatives
+
+
+BEFORE_TRAINING = """
+model = net()
+for i in range(2):  # as for a choice of initial values, or of what is pruned
+    for p in model.parameters():
+        nn.init.normal_(p.data, std=0.1 * (i + 1))
+    loss_of(model, tokens[0]).backward()
+model.zero_grad()
+"""
+INPUTS = """
+delta = torch.zeros(4, 5, 11, dtype=torch.float64, requires_grad=True)
+model = net()
+for x in tokens:  # towards a larger loss
+    nn.functional.cross_entropy((model(x[:, :-1]) + delta).flatten(0, 1), x[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        delta += 0.1 * delta.grad
+        delta.grad = None
+model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("before", [BEFORE_TRAINING, INPUTS])
+def test_changes_before_an_optimizer_trains_are_no_updates(recorded, before):
+    found = recorded("out", before + BY_OPTIMIZER.replace("model = net()\n", ""), by_hand=False)
+    assert found.num_steps == 3
+
+
+@pytest.mark.parametrize("text", [BEFORE_TRAINING, INPUTS])
+def test_changes_that_are_no_training_are_not_recorded(run, tmp_path, capsys, text):
+    assert run(text) == NOT_RECORDED
+    assert "nothing was trained in this process" in capsys.readouterr().err
+    assert not run_again_file(tmp_path / "out", "0").exists()
+
+
+PARTS = """
+encoder, decoder = nn.Embedding(11, 8).double(), nn.Linear(8, 11).double()
+for x in tokens:
+    nn.functional.cross_entropy(decoder(encoder(x[:, :-1])).flatten(0, 1), x[:, 1:].flatten()).backward()
+    update(nn.ModuleList([encoder, decoder]))
+    for each in (encoder, decoder):
+        each.zero_grad()
+"""
+
+
+def test_parts_that_are_called_one_by_one_are_one_model(recorded):
+    found = recorded("parts", UPDATE + PARTS)
+    assert found.num_steps == 3 and set(found.manifest.params) == {"encoder.weight", "decoder.weight", "decoder.bias"}
+    for step in range(3):
+        assert {(module, use) for _, module, use in found.activations(step)} >= {
+            ("encoder", "output"),
+            ("decoder", "input"),
+        }
+
+
+def test_an_optimizer_that_steps_is_refused_where_none_is_stated(run, capsys):
+    assert run(BY_OPTIMIZER, by_hand=True) == NOT_RECORDED
+    assert "SGD has stepped, but --by-hand states that there is no optimizer; leave it out" in capsys.readouterr().err
