@@ -34,6 +34,9 @@ GROUPS = "param_groups"
 LOSSES, MEAN, GRADIENT_NORM = "losses", "mean", "gradient_norm"
 """The kind of loss that was recorded: MEAN if each rank recorded the mean over ranks, GRADIENT_NORM if no loss is known and it is
 the norm of the gradients that the optimizer gets."""
+UPDATES, BY_HAND = "updates", "by_hand"
+"""Whether the script updates its parameters without an optimizer: gradients are then recorded as they are taken, before it
+divides or clips them."""
 FORWARD_ONLY = "forward_only"
 """Whether each step is one call of the model, whose loss is the root mean square of its output: nothing is trained."""
 EARLIER_UPDATES = "earlier_updates"

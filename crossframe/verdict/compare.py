@@ -1,14 +1,14 @@
 """`compare`: the verdict on two recordings."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, PARAMETERS, STATE, UPDATE
-from crossframe.recording.known_settings import EPS_HAT, GRADIENT_NORM, GROUPS, LOSSES
+from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UPDATE
+from crossframe.recording.known_settings import BY_HAND, EPS_HAT, GRADIENT_NORM, GROUPS, LOSSES, UPDATES
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of, is_repetition
 from crossframe.verdict.call_orders import match_calls
@@ -105,8 +105,9 @@ def compare(
     Activations outside their bounds are no bug if they differ only in rows from which nothing follows
     (`crossframe.verdict.unused_rows`), or if they are not the same value in two implementations
     (`crossframe.verdict.unlike_activations`). Calls of a module are compared in the order of their inputs if no bug follows
-    (`crossframe.verdict.call_orders`). Nor are losses and local gradients, if the optimizers get other
-    gradients (`crossframe.verdict.measure.replaced_gradients`) and the recorders have added other numbers of them in a step.
+    (`crossframe.verdict.call_orders`). Losses and local gradients that differ are no bug if the optimizers get other gradients
+    (`crossframe.verdict.measure.replaced_gradients`), the recorders have added other numbers of them in a step, and all else
+    agrees. So are gradients of a script that updates its parameters by itself, if the updates agree.
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -148,18 +149,16 @@ def _compare(
     """`compare` of two recordings with the same names: of each rank, or of all together if they share a loss otherwise."""
     found = _compare_ranks(a, b, naming, sketched, repeats, bitwise)
     where = found.first_divergence
-    if found.verdict is not Verdict.BUG or where is None or (where.phase, where.event) != (FORWARD, "loss"):
+    if found.verdict is not Verdict.BUG or where is None:
         return found
-    numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
-    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
-        apart = _compare_ranks(a, b, naming, sketched, repeats, False, judges_losses=False)
-        if apart.verdict in (Verdict.EQUAL, Verdict.ROUNDING):
-            sums = " and ".join(f"{name} of {n}" for name, n in zip(labels(a, b), numbers, strict=True))
-            note = (
-                f"losses and local gradients differ, which are sums, in {sums}, but the optimizer gets other gradients, which "
-                "agree, as does all that follows"
-            )
-            return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
+    is_loss = (where.phase, where.event) == (FORWARD, "loss")
+    if is_loss or where.phase in (BACKWARD, REDUCE, NORM):
+        for left_out, note in _not_causes(a, b, where, sketched):
+            apart = _compare_ranks(a, b, naming, sketched, repeats, False, left_out=left_out)
+            if apart.verdict in (Verdict.EQUAL, Verdict.ROUNDING):
+                return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
+    if not is_loss:
+        return found
     if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b):
         return found
     joined = _compare_ranks(a, b, naming, sketched, repeats, bitwise, by_rank=False)
@@ -167,6 +166,25 @@ def _compare(
         return found
     note = "the losses of single ranks differ, but their means and the reduced gradients agree: ranks share the loss otherwise"
     return replace(joined, verdict=Verdict.ROUNDING, notes=(*joined.notes, note))
+
+
+def _not_causes(a: Recording, b: Recording, where: Divergence, sketched: bool) -> Iterator[tuple[frozenset[str], str]]:
+    """Kinds of quantities that need not agree if all others do, and a clause that says why."""
+    names = labels(a, b)
+    by_hand = [name for name, each in zip(names, (a, b), strict=True) if each.manifest.settings.get(UPDATES) == BY_HAND]
+    if by_hand:
+        yield (
+            frozenset((FORWARD, BACKWARD, REDUCE, NORM)),
+            f"losses or gradients differ, but updates agree: the script of {' and of '.join(by_hand)} updates its parameters by "
+            "itself, and gradients are recorded before it divides or clips them",
+        )
+    numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
+    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
+        sums = " and ".join(f"{name} adds {n} in a step" for name, n in zip(names, numbers, strict=True))
+        yield (
+            frozenset((FORWARD, BACKWARD)),
+            f"losses and local gradients differ ({sums}), but the optimizer gets other gradients than these, which agree",
+        )
 
 
 def _compare_ranks(
@@ -178,13 +196,13 @@ def _compare_ranks(
     bitwise: bool | None,
     *,
     by_rank: bool = True,
-    judges_losses: bool = True,
+    left_out: Collection[str] = (),
 ) -> PairVerdict:
     """Compare two recordings with the same names.
 
     Args:
         by_rank: whether ranks with the same samples are compared one by one.
-        judges_losses: whether losses and local gradients must agree.
+        left_out: kinds of quantities that need not agree.
     """
     worlds = (a.manifest.world_size, b.manifest.world_size)
     world_size = worlds[0] if worlds[0] == worlds[1] else worlds
@@ -214,7 +232,7 @@ def _compare_ranks(
     dtype = pair.dtype
     limits = Limits.of(pair)
     pair.noise = limits.noise if limits else ()
-    left_out = (FORWARD, BACKWARD) if not judges_losses else (FORWARD,) if _is_loss_alone(a, b) else ()
+    left_out = {*left_out, FORWARD} if _is_loss_alone(a, b) else left_out
     collected = UnlikeActivations(pair)
     narrower = None
     for group in walk(pair):
@@ -260,7 +278,7 @@ def _compare_ranks(
     if evidence is not None:
         first, where, diagnosis = evidence.first, evidence.where, evidence.diagnosis or diagnosis
         verdict, reason = evidence.verdict, f"{evidence.reason}; {reason}"
-    elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names, limits)):
+    elif bitwise is not False and verdict is Verdict.BUG and (earlier := earlier_bits(findings, bits, names)):
         reason = f"{reason}; {earlier}"
     if (
         bitwise is None

@@ -16,7 +16,6 @@ from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity, finite
 from crossframe.verdict.perturbed_runs.directions import GAIN, TANH, Directions, Found
 from crossframe.verdict.perturbed_runs.limits import Limits
-from crossframe.verdict.perturbed_runs.spread import usual_share
 from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
@@ -108,7 +107,7 @@ def only_rounds(pair: Pair, first: Judgement, bits: Bits, limits: Limits | None)
     if is_few_roundings(pair, first.quantity):
         return "a few roundings"
     is_of_all = first.quantity.rank is None or pair.a.manifest.world_size == 1
-    share = _least_share(limits)
+    share = max(_LEAST_SHARE, limits.usual_share(first.quantity.kind) if limits else 0.0)
     is_far_below = bits.compiled and is_of_all and not first.beyond and first.used < share
     return f"less than {share:.0%} of its bound, in a compiled program" if is_far_below else ""
 
@@ -136,20 +135,18 @@ def rounded_otherwise(
     )
 
 
-def _least_share(limits: Limits | None) -> float:
-    """The share of its bound below which a difference in a compiled program says nothing: what perturbed runs often exceed, or
-    without any a hundredth of the bound, some hundred roundings."""
-    return 0.01 if limits is None else usual_share(limits.num_runs)
+_LEAST_SHARE = 0.01
+"""The share of a bound, some hundred roundings, below which a difference in a compiled program says nothing."""
 
 
-def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str], limits: Limits | None) -> str:
+def earlier_bits(findings: Findings, bits: Bits | None, names: tuple[str, str]) -> str:
     """Where bits of a compiled program first differ, before the first difference beyond its bound, as a clause; "" if nowhere.
 
-    A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too, so that small
-    differences say nothing (`_least_share`).
+    A bug may begin there, and exceed its bounds only later. Where a compiled program changes, rounding changes too: a difference
+    below `_LEAST_SHARE` says nothing.
     """
     first = _apart_in_bits(findings, bits)
-    if bits is None or not bits.compiled or first is None or first.beyond or first.used < _least_share(limits):
+    if bits is None or not bits.compiled or first is None or first.beyond or first.used < _LEAST_SHARE:
         return ""
     q = first.quantity
     return (

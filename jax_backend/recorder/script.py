@@ -30,7 +30,7 @@ import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.operators import Request
 from crossframe.recording import Schedule
-from crossframe.recording.known_settings import GRADIENT_NORM, LOSSES, NOT_RECORDED
+from crossframe.recording.known_settings import BY_HAND, GRADIENT_NORM, LOSSES, NOT_RECORDED, UPDATES
 from crossframe.recording.perturbed_runs import perturbed_run_number
 from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.scripts import run_script
@@ -523,6 +523,8 @@ class ScriptRecorder:
             stated[PROGRAM][GRADIENTS] = num_gradients
         if self._training is not None and self._training.are_unseen:
             stated[LOSSES] = GRADIENT_NORM
+        if self._is_by_hand and not self.forward_only:
+            stated[UPDATES] = BY_HAND
         if is_sharded and (frozen := frozen_names(params.tree)):
             stated[NOT_RECORDED] = frozen
         settings = stated | dict(options.pop("settings", None) or {})

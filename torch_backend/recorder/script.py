@@ -38,7 +38,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 import crossframe.scripts
 from crossframe.errors import UsageError
 from crossframe.processes import module_command
-from crossframe.recording.known_settings import BY_HAND_OPTION, EARLIER_UPDATES
+from crossframe.recording.known_settings import BY_HAND, BY_HAND_OPTION, EARLIER_UPDATES, UPDATES
 from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
 from crossframe.scripts import RunAgainError, run_again_file, run_script
@@ -363,6 +363,7 @@ class ScriptRecorder:
             model = model_by_hand(next(iter(modules), None), leaves_of(losses), _modules_in_calls())
             if model is not None:
                 options["in_parts"] = not modules or model is not modules[0]
+                options["settings"] = {**(self._options.get("settings") or {}), UPDATES: BY_HAND}
                 self._begin([model], self._own([model])[0], [], options)
                 assert self._recorder is not None
                 self._recorder.follow_updates_by_hand(self._ends_by_hand)

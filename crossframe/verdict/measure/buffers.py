@@ -2,10 +2,9 @@
 
 Each rank has its own. They are compared rank by rank where the ranks of both recordings have the same samples in the same
 microbatches. At other world sizes they are compared if all ranks of a recording have the same bits, as after an all-reduce, and
-both call the model as often in a step. There, and where samples come in another order, so may the rows of a buffer, as those of a
-queue of features: they are compared in one order (`crossframe.verdict.measure.routed_rows`). A buffer, or an element of it, that
-no step of either run has changed is not compared: what is computed from it shows whether it is right, and memory that is not
-initialised may have any value.
+both call the model as often in a step. If the samples come in another order, and blocks of as many rows of a buffer do so too, as
+in a queue of features, rows are compared in one order. A buffer, or an element of it, that no step of either run has changed is
+not compared: what is computed from it shows whether it is right, and memory that is not initialised may have any value.
 """
 
 import math
@@ -95,15 +94,31 @@ def _quantity(pair: Pair, step: int, name: str, rank: int) -> Quantity:
 
 
 def _in_one_order(pair: Pair, step: int, name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The other side's values, their rows in the order of a's if they come in another one, as those of a queue that ranks fill
-    with what they compute of their samples."""
-    if a.ndim < 2 or a.shape != b.shape or not 1 < len(a) <= MOST_ROWS:
+    """The other side's values, their rows in the order of a's where they come in the order of the samples, as in a queue of
+    features that ranks fill with those of a whole batch at a time."""
+    order = _order_of_samples(pair, step)
+    if order is None or a.ndim < 2 or a.shape != b.shape or len(a) % len(order) or len(a) > MOST_ROWS:
         return b
-    order = matching_rows(a.reshape(len(a), -1), b.reshape(len(b), -1), pair.bounds.parameter, are_known=True)
-    if order is None or (order == np.arange(len(order))).all():
+    rows = matching_rows(a.reshape(len(a), -1), b.reshape(len(b), -1), pair.bounds.parameter, are_known=True)
+    if rows is None or (rows == np.arange(len(rows))).all():
+        return b
+    blocks = rows.reshape(-1, len(order)) - len(order) * np.arange(len(rows) // len(order))[:, None]
+    if not all((block == order).all() or (block == np.arange(len(order))).all() for block in blocks):
         return b
     pair.routed.setdefault(name, step)
-    return b[order]
+    return b[rows]
+
+
+def _order_of_samples(pair: Pair, step: int) -> np.ndarray | None:
+    """Where b has each of a's samples, if all ranks together have the same ones in another order; None if not."""
+    sides = [
+        [i for rank in range(recording.manifest.world_size) for i in recording.batch(step, rank).sample_ids]
+        for recording in (pair.a, pair.b)
+    ]
+    if sides[0] == sides[1] or sorted(sides[0]) != sorted(sides[1]) or len(set(sides[0])) < len(sides[0]):
+        return None
+    at = {sample: i for i, sample in enumerate(sides[1])}
+    return np.array([at[sample] for sample in sides[0]])
 
 
 def _unchanged(recording: Recording, step: int, rank: int, name: str) -> np.ndarray | np.bool:

@@ -153,6 +153,11 @@ class Limits:
             casts = Casts(finer, self._implied.units_of_casts)
         return directions_of(self._tally, [spread.tallies for spread in self.spreads], dtype, SHARE, casts)
 
+    def usual_share(self, kind: str) -> float:
+        """The share of its bound that a quantity of a kind exceeds with a probability of 1 % at most, if perturbed runs round as
+        the other recording does: by Student's distribution, from its own spread alone."""
+        return min(student_limit(_EARLIER, self.num_runs) / spread.factors[kind] for spread in self.spreads)
+
     @property
     def num_runs(self) -> int:
         """The smallest number of perturbed runs of any spread."""

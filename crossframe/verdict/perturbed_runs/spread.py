@@ -65,9 +65,6 @@ MEASURES: dict[str, Measure] = {
 SHARE = FALSE_POSITIVE_RATE / (len(MEASURES) + 1)
 """The false-positive rate of each kind of quantity, and of all directions together."""
 
-USUAL_RATE = 0.01
-"""The probability that one quantity of a correct pair exceeds `usual_share` of its bound."""
-
 Key = tuple[int, str, str, int]
 """(step, kind, name, microbatch): identifies a quantity in all recordings of a run."""
 
@@ -79,16 +76,6 @@ def margin(num_runs: int) -> float:
     [60.6, 14.0, 6.8, 2.4]
     """
     return ((num_runs + 1) * SHARE) ** (-1 / num_runs)
-
-
-def usual_share(num_runs: int) -> float:
-    """The share of its bound up to which a difference is as large as perturbed runs make it: `margin` at USUAL_RATE by that at
-    SHARE.
-
-    >>> [round(usual_share(k), 2) for k in (2, 4, 8)]
-    [0.1, 0.31, 0.56]
-    """
-    return (USUAL_RATE / SHARE) ** (-1 / num_runs)
 
 
 def eccentricity(distances: np.ndarray) -> float:

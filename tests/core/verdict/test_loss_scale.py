@@ -368,5 +368,5 @@ def test_losses_decide_nothing_where_the_optimizer_gets_other_gradients(tmp_path
     for pair in ((a, b), (b, a)):
         found = compare(*pair)
         assert found.verdict is verdict, found.reason
-        note = "losses and local gradients differ, which are sums, in "
+        note = "losses and local gradients differ ("
         assert any(note in each for each in found.notes) is (verdict is Verdict.ROUNDING)

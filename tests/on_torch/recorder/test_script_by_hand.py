@@ -93,6 +93,17 @@ def test_backwards_before_an_update_are_microbatches_of_a_step(recorded):
     assert (found.verdict, found.steps) == (Verdict.ROUNDING, 3), found.reason
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_gradients_may_be_divided_in_the_update(recorded, fault):
+    whole = recorded("whole", BY_HAND)
+    for number in (1, 2):
+        recorded("whole", BY_HAND, perturbed_run=number)
+    divided = MICROBATCHES.replace(" / 2).backward()", ").backward()").replace("RATE = 0.1", "RATE = 0.05")
+    found = compare(whole, recorded("divided", divided.replace("0.05", "0.051") if fault else divided))
+    assert found.verdict is (Verdict.BUG if fault else Verdict.ROUNDING), found.reason
+    assert fault or "gradients are recorded before it divides or clips them" in found.notes[-1]
+
+
 def test_gradients_that_are_not_zeroed_are_found_where_they_are_added(recorded):
     right = recorded("right", BY_HAND)
     for number in (1, 2):
