@@ -150,8 +150,9 @@ def record_script(
         if watch and not perturbed_run:
             options["watch"] = {"baseline": None if baseline is None else str(baseline.resolve())}
         options |= again
-        how = {"prints_to_stderr": prints_to_stderr, "environment": training.variables}
-        status, _, found = run_program(program, options, **how)
+        status, _, found = run_program(
+            program, options, prints_to_stderr=prints_to_stderr, environment=training.variables
+        )
         if found:
             again = found
             why = (

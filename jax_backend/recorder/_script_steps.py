@@ -187,6 +187,8 @@ class Steps:
         model.update, model.update_in_scan, model.gradients = update, False, gradients
 
     def _begin_gradient(self, params: Mapping[str, Value]) -> None:
+        if self.are_unseen:
+            self._check_unseen(params)
         self._close_updates()
         if (model := next((each for each in self._models if each.begin_gradient(params)), None)) is not None:
             self._note(model, {id(value.array): value.array for value in params.values()})
@@ -247,6 +249,18 @@ class Steps:
             )
         model.begin_update(tap)
         return model
+
+    def _check_unseen(self, params: Mapping[str, Value]) -> None:
+        """A gradient of `jax.grad` is about to be taken: forget an update before it, as of a call that compiles, whose gradients
+        were made in another way."""
+        if all(model.matching(params) is None for model in self._models):
+            return
+        if self.number or self._steps:
+            raise UsageError(
+                f"gradients of {listed([*params])} are taken by jax.grad or jax.value_and_grad after updates with gradients that "
+                f"were not; {USE_RECORDER}"
+            )
+        self._models, self.are_unseen = [], False
 
     def _say_unseen(self) -> None:
         """Say once what is recorded of gradients that are made in another way than by `jax.grad` of a loss."""

@@ -57,6 +57,8 @@ def vmap(fun: Any, in_axes: Any = 0, out_axes: Any = 0, *more: Any, **options: A
             return result, pack(inner.taps, result, inner)
 
         result, packed = _vmap(body, in_axes, (out_axes, 0), *more, **options)(*args, **kwargs)
+        if not packed.taps:  # it has trained with other arguments
+            return result
         session = root().session  # type: ignore[union-attr]
         if _trains_arguments(packed):
             given, returned = _mapped_leaves((args, kwargs), (in_axes, 0)), _mapped_leaves(result, out_axes)
@@ -84,10 +86,8 @@ def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     A trial trace tells. It may be a simulation that takes long to trace: a function that updates nothing is traced once, unless
     what it does depends on other functions, as in a closure, of which a library may wrap any function.
     """
-    own = getattr(fun, "__func__", fun)
-    if (
-        isinstance(own, FunctionType) and own in _with_updates
-    ):  # another trial would not trace the bodies of its loops again
+    # Another trial would not trace the bodies of its loops again.
+    if isinstance(fun, FunctionType) and fun in _with_updates:
         return True
     code = fun.__code__ if isinstance(fun, FunctionType) and not fun.__closure__ else None
     if seen_updates.get() is not None or code in _without_updates:  # an outer trial finds those inside
@@ -99,8 +99,8 @@ def _trains(fun: Any, mapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             jax.eval_shape(lambda *args, **kwargs: mapped(*args, **kwargs), *args, **kwargs)
     except Exception:  # which the function itself raises
         return False
-    if seen and isinstance(own, FunctionType):
-        _with_updates.add(own)
+    if seen and isinstance(fun, FunctionType):
+        _with_updates.add(fun)
     elif not seen and code is not None:
         _without_updates.add(code)
     return bool(seen)

@@ -70,3 +70,12 @@ def test_losses_of_one_run_alone_are_not_compared(run, tmp_path, fault):
     assert found.verdict is (Verdict.ROUNDING if fault == 1 else Verdict.BUG), found.reason
     assert found.notes[0].startswith("losses and batches are not compared: a has the norm of the gradients")
     assert fault == 1 or (found.first_divergence.step, found.first_divergence.phase) == (0, "reduce")
+
+
+def test_an_update_before_the_first_gradient_is_no_step(run, tmp_path):
+    """As of a call that compiles the update."""
+    start = "opt_state = tx.init(params)\n"
+    compiles = f"{start}tx.update(jax.tree.map(jnp.zeros_like, params), opt_state, params)\n"
+    assert run(OF_A_LOSS, "a", every=1)[0] == run(OF_A_LOSS.replace(start, compiles), "b", every=1)[0] == 0
+    found = [Recording.open(tmp_path / name) for name in "ab"]
+    assert [each.num_steps for each in found] == [3, 3] and compare(*found).verdict is Verdict.EQUAL

@@ -173,3 +173,20 @@ def test_an_optimizer_inside_of_a_mapped_loss_trains_no_model_of_its_own(tmp_pat
     assert "jax.vmap trains" not in capsys.readouterr().err
     recording = Recording.open(tmp_path / "out")
     assert recording.num_steps == 3
+
+
+METHODS = SEEDS.replace(
+    "result, losses = jax.jit(jax.vmap(train))(jnp.array([5, 6, 7]), jnp.array([1.0, 1.0, 0.5]))",
+    """class Agent:
+    def __init__(self, trains):
+        self.trains = trains
+    def run(self, seed):
+        return train(seed, 1.0)[1] if self.trains else seed * jnp.ones(3)
+losses = jax.jit(jax.vmap(Agent(True).run))(jnp.array([5, 6]))
+result = jax.jit(jax.vmap(Agent(False).run))(jnp.array([5, 6]))""",
+)
+
+
+def test_methods_of_other_objects_may_not_train(tmp_path, run):
+    assert run(METHODS, every=1)[0] == 0
+    assert Recording.open(tmp_path / "out").num_steps == 3
