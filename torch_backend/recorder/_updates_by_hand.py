@@ -50,7 +50,7 @@ class UpdatesByHand:
         """Whether the parameters were moved against their gradients, as far as by chance alone few numbers are."""
         along = moves = grads = 0.0
         for (param, _, before), grad in zip(self._kept, self._grads, strict=True):
-            if grad is not None and grad.shape == before.shape:
+            if grad is not None and grad.layout is torch.strided and grad.shape == before.shape:
                 move = (_local(param) - before).to(torch.float64)
                 along -= float((move * grad).sum())
                 moves, grads = moves + float(move.square().sum()), grads + float(grad.to(torch.float64).square().sum())

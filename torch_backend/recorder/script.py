@@ -295,7 +295,7 @@ class ScriptRecorder:
             tensors: Any, grads: Any, keep_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any
         ) -> Any:
             given = (tensors, grads, keep_graph, create_graph, inputs, *args)
-            if self._recorder is not None or in_backward():
+            if self._recorder is not None or in_backward() or in_transform():
                 return own(*given, **kwargs)
             if self._by_hand:
                 self._consider(losses=tensors)
