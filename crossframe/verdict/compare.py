@@ -107,7 +107,7 @@ def compare(
     (`crossframe.verdict.unlike_activations`). Calls of a module are compared in the order of their inputs if no bug follows
     (`crossframe.verdict.call_orders`). Losses and local gradients that differ are no bug if the optimizers get other gradients
     (`crossframe.verdict.measure.replaced_gradients`), the recorders have added other numbers of them in a step, and all else
-    agrees. So are gradients of a script that updates its parameters by itself, if the updates agree.
+    agrees. Neither are they where a script updates its parameters by itself, if the updates agree.
 
     Differences of the environments are listed, and do not decide (`crossframe.verdict.environments`).
 
@@ -419,18 +419,16 @@ def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
     outside = [each for each in judged if each.beyond and not each.one_sided and each.quantity.phase in (STATE, UPDATE)]
     if not outside or not all(follows_optimizer(pair, each.quantity) for each in outside):
         return judged
-    inside = {id(each): _within(each) for each in outside}
+    inside = {
+        id(each): replace(each, beyond=False, difference=min(each.difference, each.quantity.bound or 0.0))
+        for each in outside
+    }
     return [inside.get(id(each), each) for each in judged]
 
 
 def _is_loss_alone(a: Recording, b: Recording) -> bool:
     """Whether one recording alone has losses, and the other one the norm of gradients."""
     return len({each.manifest.settings.get(LOSSES) == GRADIENT_NORM for each in (a, b)}) == 2
-
-
-def _within(judgement: Judgement) -> Judgement:
-    """The same difference, taken for one within its bound."""
-    return replace(judgement, beyond=False, difference=min(judgement.difference, judgement.quantity.bound or 0.0))
 
 
 def _known_beforehand(quantity: Quantity) -> float:

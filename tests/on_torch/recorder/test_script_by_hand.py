@@ -158,7 +158,7 @@ def test_what_is_trained_beside_modules_is_refused(run, recorded, capsys):
 
 BEFORE_TRAINING = """
 model = net()
-for i in range(2):  # as for a choice of initial values, or of what is pruned
+for i in range(2):  # as for a choice of initial values, or before pruning
     for p in model.parameters():
         nn.init.normal_(p.data, std=0.1 * (i + 1))
     loss_of(model, tokens[0]).backward()
