@@ -32,9 +32,8 @@ from torch_backend.recorder._operator_trace import OperatorTrace
 from torch_backend.recorder._patched_functions import Listener, overheard
 from torch_backend.recorder._pipeline import Copies, FirstWriter, Pipeline, StageWriter
 from torch_backend.recorder._recorded_part import RecordedPart
-from torch_backend.recorder._sharding_libraries import REPLICAS
 from torch_backend.recorder._tensor_writing import Keeper
-from torch_backend.recorder._updates_by_hand import UpdatesByHand, leaves_of
+from torch_backend.recorder._updates_by_hand import StepsByHand, assigned_grads
 
 if TYPE_CHECKING:  # judging imports more than recording does, and most runs are not watched
     from crossframe.monitoring import Monitor
@@ -194,15 +193,12 @@ class Recorder(Listener):
         self._pending = PendingSteps(self._pipeline, self._context)
         self._open = OpenStep()
         self._reads_buffers_late, self._is_unwritten = False, False
-        self._updates_by_hand: UpdatesByHand | None = None
-        self._updated_by_hand: Callable[[], None] = self.step
+        self._steps_by_hand: StepsByHand | None = None
 
     def follow_updates_by_hand(self, updated: Callable[[], None]) -> None:
         """There is no optimizer: call `updated`, which calls `step`, once the script has changed parameters after a gradient
         ([Note: updates by hand] in `_updates_by_hand.py`)."""
-        self._updates_by_hand, self._updated_by_hand = UpdatesByHand(), updated
-        # What gets a gradient besides the model, such as inputs.
-        self._strange = UpdatesByHand()
+        self._steps_by_hand = StepsByHand(updated)
 
     def read_buffers_late(self) -> None:
         """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
@@ -369,14 +365,8 @@ class Recorder(Listener):
 
     def look_for_update(self) -> None:
         """End the step if the script has changed parameters by itself."""
-        if self._updates_by_hand is not None and self._strange.have_happened():
-            raise UsageError(
-                "the script trains by itself tensors that are in no module which it called first; put what is trained together "
-                "into one module, use an optimizer of torch, or a Recorder in the script"
-            )
-        if self._updates_by_hand is not None and self._updates_by_hand.have_happened():
-            self._updates_by_hand.forget()
-            self._updated_by_hand()
+        if self._steps_by_hand is not None:
+            self._steps_by_hand.look()
 
     def write_late(self) -> None:
         """Write the step that has ended, with the buffers as they are now, if that was put off."""
@@ -426,31 +416,16 @@ class Recorder(Listener):
 
     @_disable_dynamo
     def backward_ended(self, losses: Sequence[Tensor]) -> None:
-        if self._updates_by_hand is not None and self._has_begun:
-            self._check_averages()
+        if self._steps_by_hand is not None and self._has_begun:
             with quietly():
-                self._strange.keep(leaf for leaf in leaves_of(losses) if not self._has_any([leaf]))
                 self._keep_grads(None)
-                self._updates_by_hand.keep(held.param for view in self._views for held in view.held)
+                self._steps_by_hand.gradients_taken(losses, self._views)
 
     @_disable_dynamo
     def grad_ended(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        if self._updates_by_hand is None or not self._has_any(inputs):
-            return
-        before = [(each, each.grad) for each in inputs]
-        for each, grad in zip(inputs, grads, strict=True):
-            each.grad = grad
-        self.backward_ended(())
-        for each, grad in before:
-            each.grad = grad
-
-    def _check_averages(self) -> None:
-        """Raise UsageError if ranks average gradients by themselves."""
-        if self._views[0].engine.name == REPLICAS:
-            raise UsageError(
-                "the script changes parameters by itself on several ranks, and how it averages gradients is not seen; wrap the "
-                "model in DistributedDataParallel, use an optimizer of torch, or a Recorder in the script"
-            )
+        if self._steps_by_hand is not None and self._has_any(inputs):
+            with assigned_grads(inputs, grads):
+                self.backward_ended(())
 
     @_disable_dynamo
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -9,14 +9,18 @@ values, checkpoints that are loaded, images that are exchanged.
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from crossframe.errors import UsageError
+from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._models_together import made_modules, models_together, outermost
+from torch_backend.recorder._sharding_libraries import REPLICAS
 
 _LEAST_COSINE = 0.3
 """Between a move and the gradient. Those of n unrelated numbers are about n^-0.5 from 0."""
@@ -55,6 +59,117 @@ class UpdatesByHand:
                 along -= float((move * grad).sum())
                 moves, grads = moves + float(move.square().sum()), grads + float(grad.to(torch.float64).square().sum())
         return along > _LEAST_COSINE * math.sqrt(moves * grads)
+
+
+class Script(Protocol):
+    """A script that runs, and its optimizers."""
+
+    def has_stepped(self) -> bool: ...
+    def has_optimizer(self) -> bool: ...
+    def record_by_hand(self) -> NoReturn: ...
+
+
+class SearchByHand:
+    """Counts updates of a script that has no optimizer so far, until it is clear that it updates by itself.
+
+    Args:
+        enough: updates that make it clear before the script ends.
+        script: records the script again.
+    """
+
+    def __init__(self, enough: int, script: Script) -> None:
+        self._enough, self._script = enough, script
+        self._updates, self._count = UpdatesByHand(), 0
+
+    def forget(self) -> None:
+        """Forget the gradients that were taken before a recording begins."""
+        self._updates.forget()
+
+    def take_gradients(
+        self,
+        tensors: Iterable[Any],
+        inputs: Sequence[Any],
+        run: Callable[[], Any],
+        *,
+        accumulate_grad: bool = True,
+        **_: Any,
+    ) -> Any:
+        """Let autograd compute gradients by `run`, of `inputs` or of all leaves, and keep them."""
+        self._look()
+        leaves = leaves_of(tensors) if not inputs else [each for each in inputs if isinstance(each, Tensor)]
+        found = run()
+        if not self._script.has_optimizer():
+            self._updates.keep(leaves, [leaf.grad for leaf in leaves] if accumulate_grad else found)
+        return found
+
+    def end(self) -> None:
+        """The script has ended."""
+        self._look()
+        if self._count > 0 and not self._script.has_stepped():
+            self._script.record_by_hand()
+
+    def _look(self) -> None:
+        if self._updates.have_happened() and not self._script.has_optimizer():
+            # A change that leads elsewhere is no training.
+            self._count += 1 if self._updates.follow_gradients() else -1
+            if self._count >= self._enough:
+                self._script.record_by_hand()
+        self._updates.forget()
+
+
+class StepsByHand:
+    """Ends the steps of a recorded script that changes its parameters by itself.
+
+    Args:
+        ends: called once the parameters have changed after a gradient.
+    """
+
+    def __init__(self, ends: Callable[[], None]) -> None:
+        self._ends, self._updates = ends, UpdatesByHand()
+        # Of what gets a gradient besides the model, such as inputs.
+        self._strange = UpdatesByHand()
+
+    def gradients_taken(self, losses: Iterable[Any], views: Sequence[ModelView]) -> None:
+        """Gradients of these losses have been computed.
+
+        Raises:
+            UsageError: ranks average gradients by themselves.
+        """
+        if views[0].engine.name == REPLICAS:
+            raise UsageError(
+                "the script changes parameters by itself on several ranks, and how it averages gradients is not seen; wrap the "
+                "model in DistributedDataParallel, use an optimizer of torch, or a Recorder in the script"
+            )
+        params = [held.param for view in views for held in view.held]
+        own = set(map(id, params))
+        self._strange.keep(leaf for leaf in leaves_of(losses) if id(leaf) not in own)
+        self._updates.keep(params)
+
+    def look(self) -> None:
+        """End the step if the parameters have changed.
+
+        Raises:
+            UsageError: tensors that are no parameters of the model have changed.
+        """
+        if self._strange.have_happened():
+            raise UsageError(
+                "the script trains by itself tensors that are in no module which it called first; put what is trained together "
+                "into one module, use an optimizer of torch, or a Recorder in the script"
+            )
+        if self._updates.have_happened():
+            self._updates.forget()
+            self._ends()
+
+
+@contextmanager
+def assigned_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """A context in which parameters have these gradients."""
+    before = [param.grad for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    yield
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad
 
 
 def _local(param: Tensor) -> Tensor:

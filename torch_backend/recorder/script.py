@@ -26,7 +26,7 @@ from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_stack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 from torch_backend.recorder._script_processes import end_process, recorded_processes
-from torch_backend.recorder._updates_by_hand import UpdatesByHand, leaves_of, model_by_hand
+from torch_backend.recorder._updates_by_hand import SearchByHand, leaves_of, model_by_hand
 
 # torch.distributed has a function of this name.
 _rendezvous = import_module("torch.distributed.rendezvous")
@@ -106,7 +106,8 @@ class ScriptRecorder:
         self._forward_only = options.get("forward_only", False)
         self._made: list[weakref.ref[Optimizer]] = []
         self._idle_optimizers = frozenset(idle_optimizers)
-        self._by_hand, self._updates_by_hand, self._num_by_hand = by_hand, UpdatesByHand(), 0
+        self._by_hand = by_hand
+        self._search_by_hand = SearchByHand(stop_after or _MOST_UPDATES, self)
         self._depth = 0
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
@@ -172,9 +173,7 @@ class ScriptRecorder:
         if error is None and self._updated and not self._num_steps:
             self._refuse_without_step()
         if error is None and self._recorder is None:
-            self._look_for_updates_by_hand()
-            if self._num_by_hand > 0 and not self._num_strange_steps:
-                self._refuse_by_hand()
+            self._search_by_hand.end()
         if self._num_steps and error is None and not self._updated <= self._most_updated:
             raise UsageError(f"the script trains models one after another; {_USE_RECORDER}")
         if self._recorder is not None and (self._num_steps or self._forward_only or error is not None):
@@ -304,34 +303,27 @@ class ScriptRecorder:
                     engine: Any = torch.autograd
                     return engine._engine_run_backward(*given, **kwargs)
                 return own(*given, **kwargs)
-            self._look_for_updates_by_hand()
-            leaves = leaves_of(tensors) if not inputs else [each for each in inputs if isinstance(each, Tensor)]
-            found = own(*given, **kwargs)
-            if not self._num_strange_steps and not self._held():
-                is_returned = kwargs.get("accumulate_grad") is False
-                self._updates_by_hand.keep(leaves, found if is_returned else [leaf.grad for leaf in leaves])
-            return found
+            return self._search_by_hand.take_gradients(tensors, inputs, lambda: own(*given, **kwargs), **kwargs)
 
         return run
 
-    def _look_for_updates_by_hand(self) -> None:
-        """Count an update since the last gradient, if there is no optimizer."""
-        if not self._num_strange_steps and not self._held() and self._updates_by_hand.have_happened():
-            # A change that leads elsewhere is no training.
-            self._num_by_hand += 1 if self._updates_by_hand.follow_gradients() else -1
-            if self._num_by_hand >= (self._stop_after or _MOST_UPDATES):
-                self._refuse_by_hand()
-        self._updates_by_hand.forget()
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped, of whatever model."""
+        return self._num_strange_steps > 0
 
-    def _refuse_by_hand(self) -> None:
+    def has_optimizer(self) -> bool:
+        """Whether there is one by now."""
+        return self.has_stepped() or bool(self._held())
+
+    def record_by_hand(self) -> NoReturn:
+        """Let the command run the script again, with `by_hand`."""
         self._state_for_next_run({"by_hand": True})
         raise RunAgainError(f"the script updates its parameters by itself, which {BY_HAND_OPTION} states")
 
-    def _ends_by_hand(self) -> None:
-        """The script has changed its parameters."""
+    def _end_step(self, loss: Tensor | None = None) -> None:
         assert self._recorder is not None
         self._num_steps += 1
-        self._recorder.step()
+        self._recorder.step(loss=loss)
         if self._num_steps == self._stop_after:
             raise SystemExit
 
@@ -366,7 +358,7 @@ class ScriptRecorder:
                 options["settings"] = {**(self._options.get("settings") or {}), UPDATES: BY_HAND}
                 self._begin([model], self._own([model])[0], [], options)
                 assert self._recorder is not None
-                self._recorder.follow_updates_by_hand(self._ends_by_hand)
+                self._recorder.follow_updates_by_hand(self._end_step)
             return
         if not self._forward_only:
             self._knows_fastai = self._knows_fastai or follow_fastai(self._whole_run)
@@ -404,7 +396,7 @@ class ScriptRecorder:
         if self._sequences is not None:
             options |= dict(zip(("context", "context_order"), self._sequences, strict=True))
         self._until_found.close()
-        self._updates_by_hand.forget()
+        self._search_by_hand.forget()
         if self._num_strange_steps:
             print(
                 f"crossframe: {self._num_strange_steps} updates before the recording began are not in it: their optimizers were "
@@ -516,12 +508,9 @@ class ScriptRecorder:
         if not self._stepping and self._updated.keys() >= set().union(*map(_params_of, self._optimizers)):
             self._most_updated |= self._updated
             self._updated.clear()
-            self._num_steps += 1
             losses = [loss.detach().clone() for loss in self._losses]
             self._losses.clear()
-            self._recorder.step(loss=torch.stack(losses).mean() if losses else None)
-            if self._num_steps == self._stop_after:
-                raise SystemExit
+            self._end_step(torch.stack(losses).mean() if losses else None)
 
     def _count(self, optimizer: Optimizer) -> None:
         """Count the updates of the parameters of an optimizer."""
