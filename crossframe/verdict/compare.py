@@ -1,14 +1,14 @@
 """`compare`: the verdict on two recordings."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from crossframe.dtypes import coarser
 from crossframe.param_map import ParamMap
 from crossframe.recording import Recording, common_steps
 from crossframe.recording.event_format import BACKWARD, FORWARD, INPUT, NORM, PARAMETERS, REDUCE, STATE, UPDATE
-from crossframe.recording.known_settings import BY_HAND, EPS_HAT, GRADIENT_NORM, GROUPS, LOSSES, UPDATES
+from crossframe.recording.known_settings import EPS_HAT
 from crossframe.verdict.activation_dims import in_one_order
 from crossframe.verdict.bits import bits_of, is_repetition
 from crossframe.verdict.call_orders import match_calls
@@ -33,31 +33,26 @@ from crossframe.verdict.evidence import (
     evidence_from_direction,
     rounded_otherwise,
 )
-from crossframe.verdict.measure.aligned_samples import in_place
-from crossframe.verdict.measure.buffers import differing_at_first
 from crossframe.verdict.measure.causal_order import walk
-from crossframe.verdict.measure.clipping import clipped_on_one_side
 from crossframe.verdict.measure.comparable import (
     BATCH,
     Setting,
     differing_batches,
     differing_settings,
-    exempt_on_one_side,
     labels,
     why_incomparable,
 )
 from crossframe.verdict.measure.judge import Judgement, judge
 from crossframe.verdict.measure.locate import Divergence, locate, locate_sketch, ranks_off
-from crossframe.verdict.measure.loss_scale import describe_repeats, scaled_on_one_side
 from crossframe.verdict.measure.narrower_dtypes import narrower_dtype_at
 from crossframe.verdict.measure.pair import Pair
 from crossframe.verdict.measure.quantities import Quantity
-from crossframe.verdict.measure.replaced_gradients import gradients_are_replaced
 from crossframe.verdict.measure.sample_ranks import can_be_joined, is_by_rank
 from crossframe.verdict.measure.unequal_dtypes import describe_precisions
 from crossframe.verdict.model_ranks import model_ranks_differ
+from crossframe.verdict.need_not_agree import has_loss_alone, need_not_agree
+from crossframe.verdict.notes import notes_of
 from crossframe.verdict.one_naming import OneNaming, in_one_naming
-from crossframe.verdict.one_sided_tensors import recorded_on_one_side
 from crossframe.verdict.perturbed_runs.limits import Limits
 from crossframe.verdict.result import PairVerdict
 from crossframe.verdict.unlike_activations import UnlikeActivations
@@ -153,7 +148,7 @@ def _compare(
         return found
     is_loss = (where.phase, where.event) == (FORWARD, "loss")
     if is_loss or where.phase in (BACKWARD, REDUCE, NORM):
-        for left_out, note in _not_causes(a, b, where, sketched):
+        for left_out, note in need_not_agree(a, b, where, sketched):
             apart = _compare_ranks(a, b, naming, sketched, repeats, False, left_out=left_out)
             if apart.verdict in (Verdict.EQUAL, Verdict.ROUNDING):
                 return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
@@ -166,25 +161,6 @@ def _compare(
         return found
     note = "the losses of single ranks differ, but their means and the reduced gradients agree: ranks share the loss otherwise"
     return replace(joined, verdict=Verdict.ROUNDING, notes=(*joined.notes, note))
-
-
-def _not_causes(a: Recording, b: Recording, where: Divergence, sketched: bool) -> Iterator[tuple[frozenset[str], str]]:
-    """Kinds of quantities that need not agree if all others do, and a clause that says why."""
-    names = labels(a, b)
-    by_hand = [name for name, each in zip(names, (a, b), strict=True) if each.manifest.settings.get(UPDATES) == BY_HAND]
-    if by_hand:
-        yield (
-            frozenset((FORWARD, BACKWARD, REDUCE, NORM)),
-            f"losses or gradients differ, but updates agree: the script of {' and of '.join(by_hand)} updates its parameters by "
-            "itself, and gradients are recorded before it divides or clips them",
-        )
-    numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
-    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
-        sums = " and ".join(f"{name} adds {n} in a step" for name, n in zip(names, numbers, strict=True))
-        yield (
-            frozenset((FORWARD, BACKWARD)),
-            f"losses and local gradients differ ({sums}), but the optimizer gets other gradients than these, which agree",
-        )
 
 
 def _compare_ranks(
@@ -232,7 +208,7 @@ def _compare_ranks(
     dtype = pair.dtype
     limits = Limits.of(pair)
     pair.noise = limits.noise if limits else ()
-    left_out = {*left_out, FORWARD} if _is_loss_alone(a, b) else left_out
+    left_out = {*left_out, FORWARD} if has_loss_alone(a, b) else left_out
     collected = UnlikeActivations(pair)
     narrower = None
     for group in walk(pair):
@@ -340,7 +316,10 @@ def _compare_ranks(
         unrecorded=_unrecorded(pair, verdict, where),
         bits=bits and describe_bits(bits, findings),
         directions=directions,
-        notes=(*filter(None, (naming.note, naming.unrecorded, without_use)), *_notes(pair, names, own=not naming.note)),
+        notes=(
+            *filter(None, (naming.note, naming.unrecorded, without_use)),
+            *notes_of(pair, names, own=not naming.note),
+        ),
         environments=environments_of(a, b, verdict, where, names),
     )
 
@@ -426,81 +405,6 @@ def _caused(pair: Pair, judged: list[Judgement]) -> list[Judgement]:
     return [inside.get(id(each), each) for each in judged]
 
 
-def _is_loss_alone(a: Recording, b: Recording) -> bool:
-    """Whether one recording alone has losses, and the other one the norm of gradients."""
-    return len({each.manifest.settings.get(LOSSES) == GRADIENT_NORM for each in (a, b)}) == 2
-
-
 def _known_beforehand(quantity: Quantity) -> float:
     """The bound on norm(a - b) without perturbed runs."""
     return (quantity.bound or 0.0) * quantity.scale
-
-
-def _notes(pair: Pair, names: tuple[str, str], *, own: bool) -> Iterator[str]:
-    """Differences between the recordings that do not affect the comparison.
-
-    Args:
-        own: whether both have names of their own that are the same.
-    """
-    optimizers = [recording.manifest.settings.get("optimizer") for recording in (pair.a, pair.b)]
-    if (
-        None not in optimizers
-        and optimizers[0] != optimizers[1]
-        and (rule := rule_of(pair.a)) == rule_of(pair.b)
-        and rule
-    ):
-        text = " and ".join(f"{optimizer} in {name}" for optimizer, name in zip(optimizers, names, strict=True))
-        yield f"the optimizer is {text}; both follow the rule of {rule}"
-    if exempt := exempt_on_one_side(pair.a, pair.b):
-        with_groups = names[0] if pair.a.manifest.settings.get(GROUPS) else names[1]
-        yield (
-            f"the weight decay of {len(exempt)} parameter{'s' * (len(exempt) > 1)} (first {exempt[0]!r}) is not compared: only "
-            f"{with_groups} states an exemption from it, and the other recorder may not see one; updates are compared"
-        )
-    if _is_loss_alone(pair.a, pair.b):
-        name = names[pair.b.manifest.settings.get(LOSSES) == GRADIENT_NORM]
-        yield f"losses and batches are not compared: {name} has the norm of the gradients that the optimizer gets instead"
-    others, num_steps = differing_batches(pair.a, pair.b), 0 if _is_loss_alone(pair.a, pair.b) else pair.num_steps
-    known = range(num_steps if others is None else others.since)
-    if (step := next((step for step in known if pair.reordered(step)), None)) is not None:
-        if in_place(pair.a, pair.b, step):
-            yield f"from step {step} on, one model is called with further arrays next to the same samples"
-        else:
-            yield (
-                f"from step {step} on, ranks received the same samples in a different order, in other microbatches, or with "
-                "other arrays; activations are matched by sample"
-            )
-    yield from recorded_on_one_side(pair, names, own=own and pair.a.manifest.framework == pair.b.manifest.framework)
-    if texts := list(pair.of_other_shapes.values()):
-        others = len(texts) - 1
-        more = (
-            f", and so {'do' if others > 1 else 'does'} {others} more activation{'s' * (others > 1)}" if others else ""
-        )
-        yield f"{texts[0]}{more}; these are not compared"
-    if pair.routed:
-        others = len(pair.routed) - 1
-        more = f" and of {others} more module{'s' * (others > 1)}" if others else ""
-        yield f"the rows of {next(iter(pair.routed))!r}{more} come in different orders; they are compared in one order"
-    if pair.unmatched:
-        (module, use), why = next(iter(pair.unmatched.items()))
-        others = len(pair.unmatched) - 1
-        more = f" and of {others} more activation{'s' * (others > 1)}" if others else ""
-        yield f"the values of the {use} of {f'{module!r}' if module else 'the model'}{more} are not compared: {why}"
-    if pair.unlike_buffers:
-        name, why = next(iter(pair.unlike_buffers.items()))
-        others = len(pair.unlike_buffers) - 1
-        more = f" and {others} more buffer{'s' * (others > 1)}" if others else ""
-        yield f"{name!r}{more}, which {'are' if others else 'is'} no parameter, {'are' if others else 'is'} not compared: {why}"
-    if apart := differing_at_first(pair):
-        more = f" and {len(apart) - 1} more buffers have" if len(apart) > 1 else " has"
-        yield f"the buffer {apart[0]!r}{more} different values before the first step"
-    if repeats := describe_repeats(pair, names):
-        yield repeats
-    for step in pair.steps:
-        if (clipped := clipped_on_one_side(pair, step)) is not None:
-            yield clipped.describe(names, step)
-            break
-    for step in pair.steps:
-        if (scaled := scaled_on_one_side(pair, step)) is not None:
-            yield scaled.describe(names, step)
-            return

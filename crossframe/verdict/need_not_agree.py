@@ -1,0 +1,37 @@
+"""Quantities that need not agree, since the updates do not depend on them as they are recorded."""
+
+from collections.abc import Iterator
+
+from crossframe.recording import Recording
+from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE
+from crossframe.recording.known_settings import BY_HAND, GRADIENT_NORM, LOSSES, UPDATES
+from crossframe.verdict.measure.comparable import labels
+from crossframe.verdict.measure.locate import Divergence
+from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.replaced_gradients import gradients_are_replaced
+
+
+def need_not_agree(
+    a: Recording, b: Recording, where: Divergence, sketched: bool
+) -> Iterator[tuple[frozenset[str], str]]:
+    """Kinds of quantities that need not agree if all others do, and a clause that says why."""
+    names = labels(a, b)
+    by_hand = [name for name, each in zip(names, (a, b), strict=True) if each.manifest.settings.get(UPDATES) == BY_HAND]
+    if by_hand:
+        yield (
+            frozenset((FORWARD, BACKWARD, REDUCE, NORM)),
+            f"losses or gradients differ, but updates agree: the script of {' and of '.join(by_hand)} updates its parameters by "
+            "itself, and gradients are recorded before it divides or clips them",
+        )
+    numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
+    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
+        sums = " and ".join(f"{name} adds {n} in a step" for name, n in zip(names, numbers, strict=True))
+        yield (
+            frozenset((FORWARD, BACKWARD)),
+            f"losses and local gradients differ ({sums}), but the optimizer gets other gradients than these, which agree",
+        )
+
+
+def has_loss_alone(a: Recording, b: Recording) -> bool:
+    """Whether one recording alone has losses, and the other one the norm of gradients."""
+    return len({each.manifest.settings.get(LOSSES) == GRADIENT_NORM for each in (a, b)}) == 2
