@@ -146,13 +146,12 @@ def _compare(
     where = found.first_divergence
     if found.verdict is not Verdict.BUG or where is None:
         return found
-    is_loss = (where.phase, where.event) == (FORWARD, "loss")
-    if is_loss or where.phase in (BACKWARD, REDUCE, NORM):
+    if where.phase in (FORWARD, BACKWARD, REDUCE, NORM):
         for left_out, note in need_not_agree(a, b, where, sketched):
             apart = _compare_ranks(a, b, naming, sketched, repeats, False, left_out=left_out)
             if apart.verdict in (Verdict.EQUAL, Verdict.ROUNDING):
                 return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
-    if not is_loss:
+    if (where.phase, where.event) != (FORWARD, "loss"):
         return found
     if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b):
         return found

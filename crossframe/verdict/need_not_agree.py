@@ -8,6 +8,7 @@ from crossframe.recording.known_settings import BY_HAND, GRADIENT_NORM, LOSSES, 
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
+from crossframe.verdict.measure.quantities import ACTIVATION
 from crossframe.verdict.measure.replaced_gradients import gradients_are_replaced
 
 
@@ -24,12 +25,16 @@ def need_not_agree(
             "itself, and gradients are recorded before it divides or clips them",
         )
     numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
-    if numbers[0] != numbers[1] and gradients_are_replaced(Pair(a, b, sketched=sketched)):
-        sums = " and ".join(f"{name} adds {n} in a step" for name, n in zip(names, numbers, strict=True))
-        yield (
-            frozenset((FORWARD, BACKWARD)),
-            f"losses and local gradients differ ({sums}), but the optimizer gets other gradients than these, which agree",
+    if numbers[0] != numbers[1]:
+        sums = "a step adds " + " and ".join(
+            f"{n} loss{'es' * (n > 1)} in {name}" for name, n in zip(names, numbers, strict=True)
         )
+        yield frozenset((ACTIVATION,)), f"activations differ, since {sums}; losses and gradients agree"
+        if gradients_are_replaced(Pair(a, b, sketched=sketched)):
+            yield (
+                frozenset((ACTIVATION, FORWARD, BACKWARD)),
+                f"losses and local gradients differ ({sums}), but the optimizer gets other gradients than these, which agree",
+            )
 
 
 def has_loss_alone(a: Recording, b: Recording) -> bool:

@@ -1,7 +1,9 @@
 """Observes forward and backward: batches, activations, unsharded parameters, and a rank's own gradients.
 
 [Note: recomputation] Activation checkpointing runs modules a second time, inside backward. The second run is not recorded.
-Gradients are: tensor hooks fire wherever autograd delivers a gradient, once for each use.
+Gradients are: tensor hooks fire wherever autograd delivers a gradient, once for each use. Those that
+`torch.autograd.grad` returns in backward, as for the adjoint of an ODE, are delivered a second time, and those for which it keeps
+the graph, as for a weight between losses, may be of no use to the optimizer: neither count.
 """
 
 from collections import OrderedDict, deque
@@ -25,6 +27,7 @@ from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import arrays_in, tensors_in
 from torch_backend.observe import Observer, observers
+from torch_backend.recorder._forwards_in_doubt import Doubt, are_cleared
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import children_of, is_compiled, lacks_forward, named_modules, param_of
 from torch_backend.recorder._pipeline import infers_shapes
@@ -73,6 +76,22 @@ def quietly() -> Iterator[None]:
     """A context for the recorder's own computations: without autograd history, and without other rounding in perturbed runs."""
     with torch.no_grad(), _disable_current_modes():
         yield
+
+
+class _Returned:
+    """Whether gradients are computed that do not count."""
+
+    depth = 0
+
+
+@contextmanager
+def gradients_returned() -> Iterator[None]:
+    """A context in which gradients do not count, since they are returned ([Note: recomputation])."""
+    _Returned.depth += 1
+    try:
+        yield
+    finally:
+        _Returned.depth -= 1
 
 
 def in_transform() -> bool:
@@ -183,10 +202,11 @@ class Watch:
         self._of_turn: set[str] = set()
         # Names of parameters whose gradients on this rank are also those of other ranks' batches.
         self._of_other_batches: set[str] = set()
-        self._seen: set[tuple[int, str, str]] = set()
-        # Reports of a forward in the other mode, sent if backward follows; None: the last forward was in the usual mode.
-        self._withheld: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-        self._before: tuple[set[str], set[tuple[int, str, str]]] = set(), set()
+        # The calls of modules in the last forward, and whether their input or output.
+        self._seen: set[tuple[str, str]] = set()
+        # The last forwards, if they are in doubt; later ones wait for those before them. And the backwards since the first one.
+        self._in_doubt: list[Doubt] = []
+        self._num_backwards_in_doubt = 0
         self._awaits_backward = False
         # Outputs of the model whose memory the script still has, and copies of those that may be states of a recurrent model,
         # since they have the shape and dtype of an input. And the memory, shapes and dtypes of the last inputs.
@@ -240,7 +260,8 @@ class Watch:
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
-        self._withheld, self._awaits_backward, self._has_no_batch = None, False, False
+        self._in_doubt, self._num_backwards_in_doubt = [], 0
+        self._awaits_backward, self._has_no_batch = False, False
         self._updated, self._of_turn, self._layers = set(), set(), set()
         if collects or is_dense:
             observers.append(self._engine)
@@ -257,6 +278,7 @@ class Watch:
 
     def updates(self, params: Sequence[Tensor]) -> None:
         """An optimizer is about to step. Later gradients of its parameters belong to the turn of another optimizer."""
+        self.release()
         self._updated.update(map(id, params))
         self._of_turn.clear()
 
@@ -330,11 +352,10 @@ class Watch:
         found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype.to_real()) in FLOATING), None)
         if found is None or not self._is_recorded(found):
             return
-        microbatch = self.microbatches - 1
-        call = next_call(name, lambda call: (microbatch, call, use) in self._seen)
+        call = next_call(name, lambda call: (call, use) in self._seen)
         if call is not None:
-            self._seen.add((microbatch, call, use))
-            self._report(self._sink.activation, microbatch, call, use, as_real(found.detach()), operator_of(found))
+            self._seen.add((call, use))
+            self._report(self._sink.activation, call, use, as_real(found.detach()), operator_of(found))
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _is_plain(tensor) or (
@@ -351,10 +372,16 @@ class Watch:
                     yield unit, name, param_of(owner, attribute)
 
     def _read(self, module: nn.Module) -> None:
+        if self.microbatches - len(self._in_doubt) > (not self._in_doubt):
+            return  # the step has another forward before this one
         for unit, name, value in self._entered(module):
-            if self.microbatches == 1 and name not in self._reported:
-                self._reported.add(name)
-                self._report(self._sink.unsharded, unit, name, value.detach())
+            if name not in self._reported:
+                self._report(self._unsharded, unit, name, value.detach())
+
+    def _unsharded(self, _: int, unit: str, name: str, value: Tensor) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            self._sink.unsharded(unit, name, value)
 
     def _listen(self, module: nn.Module) -> None:
         """Add hooks for the gradients of parameters, unless our engine reports them."""
@@ -371,7 +398,7 @@ class Watch:
 
     def _adder(self, name: str, value: Tensor) -> Callable[[Tensor], None]:
         def add(grad: Tensor) -> None:
-            if id(value) in self._updated:
+            if id(value) in self._updated or _Returned.depth:
                 return
             # A gradient from before the last turn of another optimizer that was set to None since does not count. Within a turn,
             # optimizers that keep the sum of microbatches let scripts do so before each.
@@ -394,7 +421,10 @@ class Watch:
             self._sink.begins(given)
             self._trains_in = model.training
         self._sink.forward_begins()
-        self._withdraw()
+        last = self._in_doubt[-1] if self._in_doubt else None
+        if last is not None and last.is_other and not last.has_backward:  # it was an evaluation
+            self._leave_out([last])
+            self._layers = set()
         # In the other mode, or past a wrapper: an evaluation, which forgot no_grad, unless backward follows.
         is_past = bool(self._trained_layers) and model not in self._trained_layers and not self._awaits_backward
         is_other = (model.training != self._trains_in or is_past) and not self._every_call
@@ -402,9 +432,12 @@ class Watch:
             return
         if self._calls_layers:
             self._layers = {*self._layers, model} if not is_other else {model}
-        if is_other:
-            self._withheld, self._before = [], (set(self._reported), set(self._seen))
+        wants_input_grads = not self._every_call and self._wants_input_grads((args, kwargs))
+        if is_other or wants_input_grads or self._in_doubt:
+            before = [each for each in self._in_doubt if each.has_backward]
+            self._in_doubt.append(Doubt(is_other, wants_input_grads, self._awaits_backward, before))
         self._inside, self._awaits_backward = True, not is_other
+        self._seen = set()
         self.microbatches += 1
         with quietly():
             inputs = _inputs_in((args, kwargs))
@@ -415,7 +448,18 @@ class Watch:
             if not batch and model is self._root:  # a part may be given what another one computed alone
                 batch = inputs
             self._has_no_batch = self._has_no_batch or bool(inputs and not batch)
-            self._report(self._sink.batch, [each.detach() for each in batch], mask_in(kwargs, batch))
+            self._report(self._batch, [each.detach() for each in batch], mask_in(kwargs, batch))
+
+    def _batch(self, _: int, tensors: list[Tensor], mask: int | None) -> None:
+        self._sink.batch(tensors, mask)
+
+    def _wants_input_grads(self, given: Any) -> bool:
+        """Whether inputs of the model require gradients that are not computed from its parameters."""
+        if self._view is None or self._view.pipeline is not None:
+            return False
+        wanted = [each for each in _inputs_in(given) if each.requires_grad]
+        own = {id(param) for param in self._root.parameters()} if wanted else set()
+        return any(not _depends_on(each, own) for each in wanted)
 
     def _layer_begins(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """The script calls the model, or what a wrapper of it contains, or the wrapper does."""
@@ -440,32 +484,80 @@ class Watch:
             if self._handles is not before and part is not self._root:  # it had no hooks of its own when it was called
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
-    def backward_begins(self) -> None:
-        """Backward begins: the last forward was one of training, whatever its mode."""
+    def backward_begins(self) -> int:
+        """Backward begins: the last forward was one of training, whatever its mode, if its inputs require no gradients.
+
+        Returns:
+            How many backwards before it were none of training ([Note: forwards in doubt] in `_forwards_in_doubt.py`).
+        """
+        num_discarded = self._discard()
         if not (self.expects_forward or self._awaits_backward):
             self._sink.begins([])
             self.microbatches += 1
+            self._seen = set()
             if self.is_dense:
                 self._enter(self._root)
         self._awaits_backward = False
         self._trained_layers |= self._layers
         self._layers = set()
-        withheld, self._withheld = self._withheld, None
-        for function, args in withheld or ():
-            function(*args)
+        for each in self._in_doubt:
+            each.has_backward = True
+        if any(each.wants_input_grads for each in self._in_doubt):
+            self._num_backwards_in_doubt += 1
+        else:
+            self.release()
+        return num_discarded
 
-    def _withdraw(self) -> None:
-        """Drop the reports of the last forward if no backward followed: it was an evaluation."""
-        if self._withheld is not None:
-            self._withheld, self._layers = None, set()
-            self.microbatches -= 1
-            self._reported, self._seen = self._before
+    def backward_ended(self) -> None:
+        """Backward has ended. If no parameter has a gradient, whatever shards the model has it, and may have set it to None."""
+        if self._num_backwards_in_doubt and all(param.grad is None for param in self._params()):
+            self.release()
+
+    def input_grads_returned(self) -> None:
+        """Gradients of inputs alone have been computed, and the graph of the last forwards has been freed."""
+        if dropped := [each for each in self._in_doubt if not each.has_backward]:
+            self._awaits_backward = dropped[0].awaited
+            self._leave_out(dropped)
+
+    def release(self) -> None:
+        """The forwards so far are of training, if backward has begun since. Those of an attack before them are not, even if the
+        optimizer gets their gradients."""
+        trained = (each for each in self._in_doubt if each.has_backward and not each.wants_input_grads)
+        self._leave_out([attack for each in trained for attack in each.before if attack in self._in_doubt])
+        waiting = [each for each in self._in_doubt if each.has_backward]
+        first = self.microbatches - len(self._in_doubt)
+        self._in_doubt, self._num_backwards_in_doubt = self._in_doubt[len(waiting) :], 0
+        for i, each in enumerate(waiting):
+            for function, args in each.reports:
+                function(first + i, *args)
+
+    def _discard(self) -> int:
+        """Leave out forwards whose gradients the script has discarded; returns the number of backwards."""
+        num_backwards = self._num_backwards_in_doubt
+        if not num_backwards or not are_cleared(self._params()):
+            return 0
+        self._leave_out([each for each in self._in_doubt if each.has_backward])
+        self._num_backwards_in_doubt = 0
+        for name in self._of_turn:
+            self._grads.pop(name, None)
+        self._of_turn.clear()
+        if not self._updated:
+            self._engine.grads.clear()
+        return num_backwards
+
+    def _leave_out(self, dropped: Sequence[Doubt]) -> None:
+        self._in_doubt = [each for each in self._in_doubt if each not in dropped]
+        self.microbatches -= len(dropped)
+
+    def _params(self) -> list[Tensor]:
+        return [] if self._view is None else [held.param for held in self._view.held]
 
     def _report(self, function: Callable[..., None], *args: Any) -> None:
-        if self._withheld is None:
-            function(*args)
-        else:  # the script may change tensors in place before that
-            self._withheld.append((function, tuple(_cloned(each) for each in args)))
+        """Call a function with the number of the forward in its step and these arguments, once that is in doubt no more."""
+        if self._in_doubt:
+            self._in_doubt[-1].report(function, *args)
+        else:
+            function(self.microbatches - 1, *args)
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if model is not self._outermost:  # inside of another part or wrapper
@@ -547,12 +639,6 @@ def _inputs_in(value: Any) -> list[Tensor]:
     """The tensors that a model is given, or else the arrays of numpy, which a model of Keras converts itself."""
     tensors = [tensor for tensor in tensors_in(value) if _is_plain(tensor)]
     return tensors or list(arrays_in(value))
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_cloned(each) for each in value]
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_state(given: Tensor, state: Tensor) -> bool:

@@ -74,6 +74,11 @@ class OpenStep:
         if self.kept:
             self.outdated.update(params)
 
+    def discard(self, num_losses: int) -> None:
+        """The last losses were none of training."""
+        for kept in (self.losses, self._before_backward):
+            del kept[len(kept) - num_losses :]
+
     def steps(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
         """An optimizer of the model is about to step after this number of forwards. One that divides gradients also divides the
         losses since the last optimizer stepped."""

@@ -4,7 +4,7 @@ Functions are replaced where torch looks them up, so that a loop may import them
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from crossframe.replacing import replacing, subclasses_of
-from torch_backend.recorder._module_hooks import hooks_left_out, in_backward
+from torch_backend.recorder._module_hooks import gradients_returned, hooks_left_out, in_backward
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.
@@ -117,7 +117,9 @@ def _run_backward(own: Any, listener: Listener) -> Any:
         returns = returns and len(tensors) == 1 and tensors[0].numel() == 1
         if returns:
             listener.grad(tensors[0].detach(), inputs)
-        found = own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)
+        accumulates = kwargs.get("accumulate_grad") is not False
+        with nullcontext() if accumulates or returns else gradients_returned():
+            found = own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)
         if returns:
             listener.grad_ended(inputs, found)
         return found

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -277,6 +277,8 @@ class Recorder(Listener):
     def _end_step(self, loss: Any, batch: Any = None, sample_ids: Any = None, grad_norm: Any = None) -> None:
         with quietly():
             self.write_late()
+            for part in self._parts:
+                part.watch.release()
             writer, step = self._begun(), self._open
             values = step.values(
                 loss, batch, sample_ids, self._pipeline, has_no_batch=self._parts[0].watch.has_no_batch
@@ -408,7 +410,7 @@ class Recorder(Listener):
             self.write_late()
             is_copy = stands_for is not None and not self._has_any([stands_for])
             for part in self._parts if not is_copy else ():
-                part.watch.backward_begins()
+                self._open.discard(part.watch.backward_begins())
             params = [i for keeper in self._keepers for i in keeper.params]
             self._open.backward(loss, self._parts[0].watch.microbatches, params, is_copy=is_copy)
             if self._trace is not None:
@@ -416,6 +418,9 @@ class Recorder(Listener):
 
     @_disable_dynamo
     def backward_ended(self, losses: Sequence[Tensor]) -> None:
+        for part in self._parts:
+            with quietly():
+                part.watch.backward_ended()
         if self._steps_by_hand is not None and self._has_begun:
             with quietly():
                 self._keep_grads(None)
@@ -423,14 +428,16 @@ class Recorder(Listener):
 
     @_disable_dynamo
     def grad_ended(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        if self._steps_by_hand is not None and self._has_any(inputs):
-            with assigned_grads(inputs, grads):
+        if self._has_any(inputs):
+            with assigned_grads(inputs, grads) if self._steps_by_hand is not None else nullcontext():
                 self.backward_ended(())
 
     @_disable_dynamo
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
         if self._has_any(inputs):
             self.backward(loss, None)
+        for part in self._parts if not self._has_any(inputs) else ():
+            part.watch.input_grads_returned()
 
     @_disable_dynamo
     def scaled(self, scaler: Any) -> None:

@@ -464,8 +464,8 @@ class ScriptRecorder:
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
         """A module whose parts the script calls one by one, if this is one of them; None if there is none.
 
-        It has no forward of its own, such as an agent with an actor and a critic, or a method of it calls the part: another one
-        than forward, or forward itself, as `model.forward(x)`.
+        Modules come first that have no forward of their own, such as an agent with an actor and a critic, or of which a method
+        calls the part: another one than forward, or forward itself, as `model.forward(x)`.
 
         Args:
             own: the ids of the parameters of the part.
@@ -477,13 +477,11 @@ class ScriptRecorder:
         self._without_whole.add(known)
         found = []
         for each in made_modules():
-            if not lacks_forward(each) and id(each) not in callers:
-                continue
             if any(one is part for one in each.modules()):
                 ids = {id(param) for param in each.parameters()}
                 if any(ids >= params for params in wanted):
-                    found.append((len(ids), each))
-        return min(found, key=lambda each: each[0])[1] if found else None
+                    found.append((not lacks_forward(each) and id(each) not in callers, len(ids), each))
+        return min(found, key=lambda each: each[:2])[2] if found else None
 
     @_disable_dynamo
     def _begins_step(self, optimizer: Optimizer, *_: Any) -> None:

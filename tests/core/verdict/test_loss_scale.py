@@ -370,3 +370,16 @@ def test_losses_decide_nothing_where_the_optimizer_gets_other_gradients(tmp_path
         assert found.verdict is verdict, found.reason
         note = "losses and local gradients differ ("
         assert any(note in each for each in found.notes) is (verdict is Verdict.ROUNDING)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_calls_of_steps_that_add_other_losses_need_not_agree(tmp_path, number):
+    def other_call(use, step, rank, name, array):
+        return array + 1 if use == "output" else array
+
+    a = synthetic.record(tmp_path / "a")
+    b = added(synthetic.record(tmp_path / "b", tamper=other_call), number)
+    found = compare(a, b)
+    note = "activations differ, since a step adds 1 loss in a and 2 losses in b; losses and gradients agree"
+    assert found.verdict is (Verdict.BUG if number == 1 else Verdict.ROUNDING), found.reason
+    assert (note in found.notes) is (number == 2)

@@ -165,11 +165,18 @@ for model, optimizer in zip((first, second), optimizers):
     loss_of(model, tokens[0]).backward()
     optimizer.step()
 """
+LATE_OPTIMIZER = """
+model = net()
+model(tokens[0]).sum().backward()
+torch.optim.SGD(model.parameters(), 0.1).step()
+"""
 IN_PARTS = """
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-model[2](model[1](model[0](tokens[0]))).sum().backward()
-optimizer.step()
+for x in tokens:
+    optimizer.zero_grad()
+    loss_of(model if "--whole" in sys.argv else lambda x: model[2](model[1](model[0](x))), x).backward()
+    optimizer.step()
 """
 
 
@@ -414,7 +421,7 @@ def test_a_perturbed_forward_rounds_otherwise(run, tmp_path):
             ONE_AFTER_ANOTHER.replace("in tokens", "in tokens.repeat(40, 1, 1)"),
             "no step of training ended: of 2 optimizers, 1 never stepped (1 of SGD)",
         ),
-        (IN_PARTS, "no module that the script calls by itself has all of its parameters"),
+        (LATE_OPTIMIZER, "no module that the script calls by itself has all of its parameters"),
         ("print('hello')", "nothing was trained in this process"),
     ],
 )
@@ -857,6 +864,13 @@ class Scaled(nn.Linear):
     recording = Recording.open(tmp_path / "out")
     inner, outer = (recording.activation(0, 0, 0, name, "output") for name in ("actor.inner", "actor"))
     np.testing.assert_array_equal(outer, inner + 1)
+
+
+def test_parts_of_a_model_with_a_forward_are_recorded_as_the_whole_is(tmp_path, run):
+    for name, arguments in (("parts", ()), ("whole", ("--whole",))):
+        assert run(IN_PARTS, *arguments, directory=str(tmp_path / name)) == 0
+    found = [Recording.open(tmp_path / name) for name in ("parts", "whole")]
+    assert compare(*found).verdict is Verdict.EQUAL and found[0].num_steps == 3
 
 
 def test_a_model_whose_parts_are_called_one_by_one_is_recorded(tmp_path, run):
