@@ -4,14 +4,16 @@
 elementary functions, and the points at which low-precision kernels round. `OtherRounding` perturbs a run only in these ways: it
 reorders the terms of sums (matrix products, convolutions, means), and moves each element of a rounded result at random to a
 neighbouring value or not (D. Parker, Monte Carlo arithmetic, UCLA 1997). Operations that move, select or cast data have one
-correct result and are not changed. Neither are zeros (masks, padding, unused parameters), values that are not finite, and results
-of integers alone: sums and products of positions, buckets and an optimizer's step count are exact.
+correct result and are not changed. Neither are zeros (masks, padding, unused parameters), values that are not finite, results
+of integers alone (sums and products of positions, buckets and an optimizer's step count are exact), and sums and products that
+equal an operand, such as t + 0 and 1 * x: a solver may rely on a time that it begins with.
 
 torch computes Adam's constants, such as 1 - beta2**t, as Python floats, while other implementations use the dtype of the
 parameters: in float32, 1 - 0.999 has a relative error of 1e-5. A perturbed run uses the parameters' dtype, with Adam's path for
 tensor constants.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -42,6 +44,8 @@ _ROUNDS = """
 """
 ROUNDING = frozenset(getattr(aten, name) for name in _ROUNDS.split() if hasattr(aten, name))
 """Operations whose results are rounded."""
+
+_ARITHMETIC = frozenset((aten.add, aten.sub, aten.mul, aten.div))
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,9 +107,10 @@ class OtherRounding(TorchDispatchMode):
             written = args[0]
         else:
             written = result
+        operands = [each for each in args[:2] if isinstance(each, Tensor)] if packet in _ARITHMETIC else []
         for leaf in tree_leaves(written):
             if isinstance(leaf, Tensor):
-                self._move(leaf)
+                self._move(leaf, operands)
         return result
 
     def _reordered(self, packet: Any, args: tuple) -> tuple:
@@ -130,8 +135,9 @@ class OtherRounding(TorchDispatchMode):
         found = [operand.index_select(dim, order) for operand, dim in zip(operands, dims, strict=True)]
         return (*args[:first], *found, *args[first + len(found) :])
 
-    def _move(self, tensor: Tensor) -> None:
-        local = tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)
+    def _move(self, tensor: Tensor, operands: Sequence[Tensor]) -> None:
+        """Move a result at random, but where it equals an operand."""
+        local, *others = map(_local, (tensor, *operands))
         integers = _INTEGERS.get(local.element_size())
         if not local.is_floating_point() or integers is None or local.numel() == 0:
             return
@@ -139,6 +145,9 @@ class OtherRounding(TorchDispatchMode):
         away = torch.randint(-1, 2, local.shape, generator=self._generator(local.device), device=local.device)
         is_rounded = (values != values.round()).any()
         away = away.to(integers) * ((values != 0) & torch.isfinite(values) & is_rounded)
+        for other in others:
+            if other.shape == values.shape or other.numel() == 1:
+                away = away * (values != other.detach())
         # The bits of a float, read as an integer, count its magnitude.
         local.view(integers).add_(away)
 
@@ -146,3 +155,8 @@ class OtherRounding(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    return tensor.local if isinstance(tensor, PieceTensor) else getattr(tensor, "_local_tensor", tensor)

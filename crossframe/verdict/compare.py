@@ -59,6 +59,10 @@ from crossframe.verdict.unlike_activations import UnlikeActivations
 from crossframe.verdict.unrecorded_causes import unseen
 from crossframe.verdict.verdicts import Verdict
 
+_SAME_SAMPLES = 1e-3
+"""Gradients of other samples differ by more of their norm, unless a thousand others are the same. What a recorder takes for
+samples may come in several steps, such as the two rows of the edges of a graph."""
+
 
 def compare(
     a: Recording,
@@ -210,6 +214,7 @@ def _compare_ranks(
     left_out = {*left_out, FORWARD} if has_loss_alone(a, b) else left_out
     collected = UnlikeActivations(pair)
     narrower = None
+    apart, total = 0.0, 0.0
     for group in walk(pair):
         if limits:
             judged = _caused(pair, limits.judge(group))
@@ -217,10 +222,15 @@ def _compare_ranks(
             if narrower is None and pair.coarser is None and (narrower := narrower_dtype_at(group, dtype)) is not None:
                 pair.rounds_in = narrower.dtype
             judged = [judge(narrower.judged(quantity) if narrower else quantity) for quantity in group]
+        if batches is not None and group[0].kind == REDUCE and group[0].step >= batches.since:
+            apart += sum((each.whole * each.quantity.scale) ** 2 for each in judged)
+            total += sum(each.quantity.scale**2 for each in judged)
         if group[0].kind in left_out:
             judged = [replace(each, quantity=replace(each.quantity, bound=math.inf), beyond=False) for each in judged]
         collected.add(judged, group)
     collected.finish()
+    if batches is not None and 0 < total < math.inf and apart <= _SAME_SAMPLES**2 * total:
+        settings = (replace(batches, moved_samples=False), *settings[1:])
     findings, unused = collected.findings, collected.unused
     if (without_use := unused.describe()) is not None:
         findings.set_aside()

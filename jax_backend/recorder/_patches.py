@@ -27,6 +27,7 @@ from jax_backend.recorder._optimizer_updates import follow_equinox, following_op
 from jax_backend.recorder._transformations import (
     device_put,
     fori_loop,
+    lax_map,
     named_call,
     older_shard_map,
     reshard,
@@ -55,6 +56,7 @@ class Patches:
             replace(jax, name, value)
         replace(jax.lax, "scan", scan)
         replace(jax.lax, "fori_loop", fori_loop)
+        replace(jax.lax, "map", lax_map)
         replace(jax.lax, "with_sharding_constraint", with_sharding_constraint)
         replace(jax, "device_put", device_put)
         for place in (jax, jax.sharding):

@@ -21,7 +21,8 @@ from jax_backend.recorder._updates_by_hand import with_scan_updates
 
 _OF_MODEL = ("diff", "before", "state_before", "state", "after")
 """The values of taps that are parameters, or state of an optimizer."""
-_scan, _fori_loop, _shard_map, _named_call = jax.lax.scan, jax.lax.fori_loop, jax.shard_map, jax.named_call
+_scan, _fori_loop, _lax_map = jax.lax.scan, jax.lax.fori_loop, jax.lax.map
+_shard_map, _named_call = jax.shard_map, jax.named_call
 
 
 def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, *args: Any, **options: Any) -> Any:
@@ -103,6 +104,13 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, init_val: Any, **optio
 
     first, length = int(lower), max(int(upper) - int(lower), 0)
     return scan(_loop_body(body_fun), (first, init_val), None, length, unroll=options.get("unroll") or False)[0][1]
+
+
+def lax_map(f: Callable, xs: Any, *, batch_size: int | None = None) -> Any:
+    """`jax.lax.map`, which is a scan without a carry."""
+    if current() is None or batch_size is not None:
+        return _lax_map(f, xs, batch_size=batch_size)
+    return scan(lambda carry, x: (carry, f(x)), (), xs)[1]
 
 
 def _moving(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -207,6 +207,8 @@ class Watch:
         # The last forwards, if they are in doubt; later ones wait for those before them. And the backwards since the first one.
         self._in_doubt: list[Doubt] = []
         self._num_backwards_in_doubt = 0
+        # The last forward whose graph was freed since the last backward.
+        self._freed: Doubt | None = None
         self._awaits_backward = False
         # Outputs of the model whose memory the script still has, and copies of those that may be states of a recurrent model,
         # since they have the shape and dtype of an input. And the memory, shapes and dtypes of the last inputs.
@@ -260,7 +262,7 @@ class Watch:
         self._drop()
         self._view, self.is_dense, self.microbatches = view, is_dense, 0
         self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
-        self._in_doubt, self._num_backwards_in_doubt = [], 0
+        self._in_doubt, self._num_backwards_in_doubt, self._freed = [], 0, None
         self._awaits_backward, self._has_no_batch = False, False
         self._updated, self._of_turn, self._layers = set(), set(), set()
         if collects or is_dense:
@@ -491,6 +493,10 @@ class Watch:
             How many backwards before it were none of training ([Note: forwards in doubt] in `_forwards_in_doubt.py`).
         """
         num_discarded = self._discard()
+        if self._freed is not None and not self._awaits_backward:  # of a function that computes its gradients itself
+            self._in_doubt.append(self._freed)
+            self.microbatches += 1
+        self._freed = None
         if not (self.expects_forward or self._awaits_backward):
             self._sink.begins([])
             self.microbatches += 1
@@ -516,7 +522,7 @@ class Watch:
     def input_grads_returned(self) -> None:
         """Gradients of inputs alone have been computed, and the graph of the last forwards has been freed."""
         if dropped := [each for each in self._in_doubt if not each.has_backward]:
-            self._awaits_backward = dropped[0].awaited
+            self._awaits_backward, self._freed = dropped[0].awaited, dropped[-1]
             self._leave_out(dropped)
 
     def release(self) -> None:

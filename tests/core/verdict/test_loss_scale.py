@@ -277,6 +277,20 @@ def test_shares_are_told_by_local_and_reduced_gradients(tmp_path):
         assert shares_of(Pair(*pair)) == factors
 
 
+@pytest.mark.parametrize("factor", [2.0, 1.9])
+def test_losses_times_the_number_of_ranks_agree_if_gradients_do(tmp_path, factor):
+    def multiplied(phase, step, rank, name, array):
+        return factor * array if phase == "forward" else array
+
+    one = synthetic.record(tmp_path / "one", synthetic.manifest(1))
+    two = synthetic.record(tmp_path / "two", synthetic.manifest(2), tamper=multiplied)
+    for pair in ((one, two), (two, one)):
+        found = compare(*pair)
+        assert found.verdict is (Verdict.ROUNDING if factor == 2 else Verdict.BUG), found.reason
+        note = "the losses of two are multiplied by the number of ranks; gradients agree"
+        assert (note in found.notes) is (factor == 2)
+
+
 def test_a_sum_instead_of_a_mean_is_no_share(tmp_path):
     def summed(phase, step, rank, name, array):
         return 2 * array if phase == "reduce" else array

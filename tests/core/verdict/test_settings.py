@@ -326,14 +326,19 @@ def test_reasons_against_a_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "verdict"),
-    [pytest.param(-200, Verdict.INCOMPARABLE, id="of another step"), pytest.param(5, Verdict.ROUNDING, id="not known")],
+    ("by", "dtype", "verdict"),
+    [
+        pytest.param(-200, "bfloat16", Verdict.INCOMPARABLE, id="of another step"),
+        pytest.param(5, "float64", Verdict.ROUNDING, id="not known"),
+        pytest.param(-200, "float64", Verdict.ROUNDING, id="with the same gradients"),
+    ],
 )
-def test_samples_of_another_step_are_no_rounding(tmp_path, by, verdict):
+def test_samples_of_another_step_are_no_rounding(tmp_path, by, dtype, verdict):
     def moved(step, rank, ids):
         return [each + by for each in ids] if step == 2 else ids
 
-    a, b = faulty.record(tmp_path / "a"), faulty.record(tmp_path / "b", faulty.Faults(sample_ids=moved), noise=1)
+    a = faulty.record(tmp_path / "a", dtype=dtype)
+    b = faulty.record(tmp_path / "b", faulty.Faults(sample_ids=moved), noise=1, dtype=dtype)
     assert compare(a, b).verdict is verdict and compare(b, a).verdict is verdict
 
 

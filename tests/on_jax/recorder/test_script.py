@@ -392,6 +392,33 @@ CUT_INSIDE = """parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape
     loss, grads = jax.tree.map(lambda leaf: leaf / 2, sums)"""
 
 
+ADDED = (
+    FUNCTIONS
+    + """
+tx = optax.adamw(0.01)
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, batch):
+    of_part = lambda part: jax.value_and_grad(loss_fn)(params, part["image"], part["label"])
+    loss, grads = of_part(batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return jax.tree.map(jnp.add, params, updates), opt_state, loss
+for batch in batches:
+    params, opt_state, loss = step(params, opt_state, batch)
+result = params
+"""
+)
+IN_A_MAP = """parts = jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), batch)
+    loss, grads = jax.tree.map(lambda leaf: leaf.mean(0), jax.lax.map(of_part, parts))"""
+
+
+def test_gradients_in_a_map_over_parts_of_a_batch_are_recorded(tmp_path, run):
+    assert run(ADDED, "a")[0] == run(ADDED.replace("loss, grads = of_part(batch)", IN_A_MAP), "b")[0] == 0
+    a, b = Recording.open(tmp_path / "a"), Recording.open(tmp_path / "b")
+    assert [each.manifest.settings[PROGRAM][GRADIENTS] for each in (a, b)] == [1, 2]
+    assert b.num_steps == a.num_steps == 3 and compare(a, b).verdict is Verdict.ROUNDING
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="cuts a batch over 2 devices")
 @pytest.mark.parametrize("adds", ["jax.tree.map", "optax.apply_updates"])
 def test_activations_of_parts_of_unknown_samples_are_left_out(tmp_path, run, adds):
@@ -466,9 +493,10 @@ def test_a_perturbed_run_begins_one_unit_away_and_rounds_otherwise(tmp_path, run
 
 
 def test_jax_is_as_before_after_a_recording(run):
-    own = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.shard_map
+    own = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.lax.map, jax.shard_map
     assert run(EAGER, every=9)[0] == 0
-    assert own == (jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.shard_map)
+    now = jax.jit, jax.grad, jax.value_and_grad, jax.lax.scan, jax.lax.fori_loop, jax.lax.map, jax.shard_map
+    assert own == now
     assert "FAULT" in os.environ
 
 

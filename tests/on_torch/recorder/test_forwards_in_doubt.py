@@ -155,6 +155,38 @@ def test_gradients_that_a_backward_computes_itself_count_once(recorded):
     assert compare(plain, adjoint).verdict in (Verdict.EQUAL, Verdict.ROUNDING)
 
 
+FLOW = """
+class Solve(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, *params):
+        context.save_for_backward(x)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = model(x)
+            return (out + torch.autograd.grad(out.square().sum(), x)[0][:, :1]).detach()
+
+    @staticmethod
+    def backward(context, grad):
+        with torch.enable_grad():
+            x = context.saved_tensors[0].requires_grad_()
+            out = model(x)
+            out = out + torch.autograd.grad(out.square().sum(), x, create_graph=True)[0][:, :1] ** 2 / 2
+            return torch.autograd.grad(out, (x, *model.parameters()), grad)
+
+for _ in range(3):
+    x, y = draw()
+    update(cross_entropy(Solve.apply(x, *model.parameters()), y))
+"""
+
+
+def test_a_forward_of_a_function_that_frees_its_graph_has_the_batch(recorded):
+    found = recorded(FLOW)
+    assert found.num_steps == 3 and len({found.batch(step, 0).digest for step in range(3)}) == 3
+    assert {at for at, _, _ in found.activations(0)} == {0}
+    for name in found.manifest.params:
+        np.testing.assert_array_equal(found.local(0, 0, name), found.full("reduce", 0, name))
+
+
 SURGERY = """
 body, first, second = nn.Linear(4, 6).double(), nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
 model = nn.ModuleDict({"body": body, "first": first, "second": second})

@@ -62,6 +62,21 @@ def test_nothing_but_the_order_of_sums_is_another_if_nothing_moves():
     assert (param == other).all()
 
 
+def test_sums_and_products_that_equal_an_operand_are_left_alone():
+    x = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    t, grid = torch.tensor(0.3), torch.arange(5) * 0.25
+    for act in (
+        lambda: x + 0,
+        lambda: x * torch.ones(200),
+        lambda: torch.zeros(200) + x,
+        lambda: x / 1,
+        lambda: x - 1e-30,
+    ):
+        assert torch.equal(rounded(1, act), x)
+    moved = rounded(1, lambda: grid + t)
+    assert moved[0] == t and not torch.equal(moved, grid + t)
+
+
 def test_what_moves_selects_or_casts_data_is_left_alone():
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     acts = [
