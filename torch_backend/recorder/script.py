@@ -52,6 +52,7 @@ from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 from torch_backend.recorder._script_processes import end_process, recorded_processes
+from torch_backend.recorder._temporary_wrappers import TemporaryWrappers
 from torch_backend.recorder._updates_by_hand import SearchByHand, leaves_of, model_by_hand
 
 # torch.distributed has a function of this name.
@@ -108,6 +109,7 @@ class ScriptRecorder:
         self._idle_optimizers = frozenset(idle_optimizers)
         self._by_hand = by_hand
         self._search_by_hand = SearchByHand(stop_after or _MOST_UPDATES, self)
+        self._temporary = TemporaryWrappers(lambda: bool(self._made))
         self._depth = 0
         self._recorder: Recorder | None = None
         self._params: set[int] = set()
@@ -152,6 +154,9 @@ class ScriptRecorder:
             # Calls are looked at only until the model is found: after that they cost nothing.
             self._until_found.enter_context(replacing(nn.Module, "__call__", self._looking(nn.Module.__call__)))
             if not self._forward_only:
+                self._until_found.enter_context(
+                    replacing(nn.Module, "__init__", self._temporary.noting(nn.Module.__init__))
+                )
                 self._until_found.enter_context(replacing(torch, "compile", self._compiling(torch.compile)))
                 self._until_found.enter_context(
                     replacing(torch.autograd, "backward", self._beginning_backward(torch.autograd.backward))
@@ -360,6 +365,7 @@ class ScriptRecorder:
                 assert self._recorder is not None
                 self._recorder.follow_updates_by_hand(self._end_step)
             return
+        modules = tuple(map(self._temporary.model_in, modules))
         if not self._forward_only:
             self._knows_fastai = self._knows_fastai or follow_fastai(self._whole_run)
             self._keras.find(modules)

@@ -873,6 +873,40 @@ def test_parts_of_a_model_with_a_forward_are_recorded_as_the_whole_is(tmp_path, 
     assert compare(*found).verdict is Verdict.EQUAL and found[0].num_steps == 3
 
 
+TEMPORARY = """
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+def called(model, x):
+    wrapper = Wrapper(Wrapper(model))
+    return wrapper(x)
+
+def main():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kept = Wrapper(model)
+    for x in tokens:
+        optimizer.zero_grad()
+        loss_of({"plain": model, "kept": kept}.get(sys.argv[1], lambda x: called(model, x)), x).backward()
+        optimizer.step()
+main()
+"""
+
+
+def test_wrappers_for_one_call_are_no_part_of_the_model(tmp_path, run):
+    for name in ("plain", "wrapped", "kept"):
+        assert run(TEMPORARY, name, directory=str(tmp_path / name)) == 0
+    plain, wrapped, kept = (Recording.open(tmp_path / name) for name in ("plain", "wrapped", "kept"))
+    assert wrapped.num_steps == 3 and compare(plain, wrapped).verdict is Verdict.EQUAL
+    assert list(wrapped.manifest.params) == list(plain.manifest.params)
+    assert all(name.startswith("inner.") for name in kept.manifest.params)
+
+
 def test_a_model_whose_parts_are_called_one_by_one_is_recorded(tmp_path, run):
     assert run(AGENT, every=1, dense=2) == 0
     recording = Recording.open(tmp_path / "out")
