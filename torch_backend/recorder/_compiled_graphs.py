@@ -34,8 +34,8 @@ from crossframe.operators.trace import COMPILED, WHOLE_GRAPH, worst
 from crossframe.quoting import quote
 from crossframe.recording.event_format import BACKWARD, FORWARD
 from crossframe.replacing import replacing
+from torch_backend.recorder._contexts import quietly
 from torch_backend.recorder._float64_check import exact_of, tensor_leaves
-from torch_backend.recorder._module_hooks import quietly
 
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _ROOT_MODULE = re.compile(r"^L\[[^]]*\]\.?")

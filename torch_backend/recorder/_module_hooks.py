@@ -1,9 +1,7 @@
 """Observes forward and backward: batches, activations, unsharded parameters, and a rank's own gradients.
 
 [Note: recomputation] Activation checkpointing runs modules a second time, inside backward. The second run is not recorded.
-Gradients are: tensor hooks fire wherever autograd delivers a gradient, once for each use. Those that
-`torch.autograd.grad` returns in backward, as for the adjoint of an ODE, are delivered a second time, and those for which it keeps
-the graph, as for a weight between losses, may be of no use to the optimizer: neither count.
+Gradients are ([Note: gradients that count] in `_local_grads.py`).
 """
 
 from collections import OrderedDict, deque
@@ -13,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from crossframe.dtypes import FLOATING
 from crossframe.recording.event_format import INPUT, OUTPUT
@@ -26,8 +22,9 @@ from crossframe.replacing import replacing
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import arrays_in, tensors_in
-from torch_backend.observe import Observer, observers
-from torch_backend.recorder._forwards_in_doubt import Doubt, are_cleared
+from torch_backend.recorder._contexts import in_backward, in_transform, quietly
+from torch_backend.recorder._forwards_in_doubt import Forwards
+from torch_backend.recorder._local_grads import LocalGrads
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import children_of, is_compiled, lacks_forward, named_modules, param_of
 from torch_backend.recorder._pipeline import infers_shapes
@@ -53,50 +50,6 @@ class Sink:
 
     def ends(self, output: Any) -> None:
         """A watched forward has ended."""
-
-
-class _Engine(Observer):
-    """Collects the events and local gradients that our engine reports in one step."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.grads: dict[str, Tensor] = {}
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        with quietly():
-            for name, grad in grads.items():
-                _add(self.grads, name, grad)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """A context for the recorder's own computations: without autograd history, and without other rounding in perturbed runs."""
-    with torch.no_grad(), _disable_current_modes():
-        yield
-
-
-class _Returned:
-    """Whether gradients are computed that do not count."""
-
-    depth = 0
-
-
-@contextmanager
-def gradients_returned() -> Iterator[None]:
-    """A context in which gradients do not count, since they are returned ([Note: recomputation])."""
-    _Returned.depth += 1
-    try:
-        yield
-    finally:
-        _Returned.depth -= 1
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func runs, such as `grad` or `vmap`, in which tensors have no values that can be read."""
-    return peek_interpreter_stack() is not None
 
 
 class Hook:
@@ -164,11 +117,6 @@ def _called(model: nn.Module, *, in_parts: bool) -> list[nn.Module]:
     return list(found)
 
 
-def in_backward() -> bool:
-    """Whether autograd runs backward: a forward is then a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 # The number of states of recurrent models that are remembered: two for each of the last microbatches.
 _NUM_STATES = 32
 
@@ -183,7 +131,6 @@ class Watch:
     Attributes:
         expects_forward: whether modules of the model are called, as far as hooks tell.
         is_dense: whether the step is.
-        microbatches: how many forwards the step has seen.
     """
 
     def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool, in_parts: bool) -> None:
@@ -191,25 +138,12 @@ class Watch:
         self._view: ModelView | None = None
         self._inside, self._trains_in = False, True
         self._handles: list[Any] = []
-        self._engine = _Engine()
-        self._grads: dict[str, Tensor] = {}
-        # By id the parameters that have a gradient hook, as forward read them; and the parameters of the step that were reported.
-        self._hooked: dict[int, Tensor] = {}
+        self._local_grads: LocalGrads | None = None
+        # The parameters of the step that were reported.
         self._reported: set[str] = set()
-        # Ids of the parameters whose optimizers have stepped.
-        self._updated: set[int] = set()
-        # Names of the parameters that have had a gradient since.
-        self._of_turn: set[str] = set()
-        # Names of parameters whose gradients on this rank are also those of other ranks' batches.
-        self._of_other_batches: set[str] = set()
         # The calls of modules in the last forward, and whether their input or output.
         self._seen: set[tuple[str, str]] = set()
-        # The last forwards, if they are in doubt; later ones wait for those before them. And the backwards since the first one.
-        self._in_doubt: list[Doubt] = []
-        self._num_backwards_in_doubt = 0
-        # The last forward whose graph was freed since the last backward.
-        self._freed: Doubt | None = None
-        self._awaits_backward = False
+        self._forwards = Forwards()
         # Outputs of the model whose memory the script still has, and copies of those that may be states of a recurrent model,
         # since they have the shape and dtype of an input. And the memory, shapes and dtypes of the last inputs.
         self._given: list[StorageWeakRef] = []
@@ -224,7 +158,6 @@ class Watch:
         # Whether all inputs of a forward were computed from the model.
         self._has_no_batch = False
         self.is_dense = False
-        self.microbatches = 0
         # These hooks stay. The model's own run before those of whatever shards it, and those of the root after them.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
@@ -239,6 +172,11 @@ class Watch:
             # TorchScript modules refuse hooks by their own methods.
             self._own.append(nn.Module.register_forward_pre_hook(part, Hook(begins), prepend=True, with_kwargs=True))
         self.expects_forward = bool(self._called)
+
+    @property
+    def microbatches(self) -> int:
+        """How many forwards the step has seen."""
+        return self._forwards.number
 
     @property
     def has_no_batch(self) -> bool:
@@ -260,13 +198,9 @@ class Watch:
             is_dense: whether to report activations, unsharded parameters and local gradients too.
         """
         self._drop()
-        self._view, self.is_dense, self.microbatches = view, is_dense, 0
-        self._engine, self._grads, self._reported, self._seen = _Engine(), {}, set(), set()
-        self._in_doubt, self._num_backwards_in_doubt, self._freed = [], 0, None
-        self._awaits_backward, self._has_no_batch = False, False
-        self._updated, self._of_turn, self._layers = set(), set(), set()
-        if collects or is_dense:
-            observers.append(self._engine)
+        self._view, self.is_dense, self._forwards = view, is_dense, Forwards()
+        self._local_grads = LocalGrads(view, collects=collects or is_dense)
+        self._reported, self._seen, self._layers, self._has_no_batch = set(), set(), set(), False
         if is_dense:
             for module, name in view.watched.items():
                 if module is not self._root:
@@ -276,50 +210,31 @@ class Watch:
 
     def events(self) -> list[Event]:
         """The collectives of the step so far."""
-        return self._engine.events
+        assert self._local_grads is not None
+        return self._local_grads.events
 
     def updates(self, params: Sequence[Tensor]) -> None:
         """An optimizer is about to step. Later gradients of its parameters belong to the turn of another optimizer."""
         self.release()
-        self._updated.update(map(id, params))
-        self._of_turn.clear()
-
-    @property
-    def _is_unsharded(self) -> bool:
-        return self._view is not None and self._view.mesh.shard == 1
+        if self._local_grads is not None:
+            self._local_grads.updates(params)
 
     def local_grads(self) -> dict[str, dict[str, Tensor]]:
-        """The gradients of this rank's batch by unit and parameter, summed over microbatches. In a unit with gradients, trained
-        parameters without one have zeros."""
-        view = self._view
-        assert view is not None
-        if view.engine.names is not None:
-            names = view.engine.names()
-            grads = {names[own]: grad for own, grad in self._engine.grads.items() if own in names}
-        else:
-            grads = self._grads
-        found: dict[str, dict[str, Tensor]] = {}
-        for unit, layout in view.units:
-            own = {spec.name: grads[spec.name] for spec in layout.params if spec.name in grads}
-            if own:
-                like = next(iter(own.values()))
-                found.setdefault(unit, {}).update(
-                    {
-                        spec.name: own[spec.name] if spec.name in own else like.new_zeros(spec.shape)
-                        for spec in layout.params
-                        if spec.name in own or (spec.requires_grad and spec.name not in self._of_other_batches)
-                    }
-                )
-        return found
+        """See `LocalGrads.by_unit`."""
+        assert self._local_grads is not None
+        return self._local_grads.by_unit()
+
+    def release(self) -> None:
+        """A step ends, or an optimizer steps: the forwards so far are of training."""
+        self._forwards.release()
 
     def _drop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._hooked = {}
         self._inside = False
-        if self._engine in observers:
-            observers.remove(self._engine)
+        if self._local_grads is not None:
+            self._local_grads.close()
 
     def _around(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks that report a module's input and output at dense steps."""
@@ -357,7 +272,7 @@ class Watch:
         call = next_call(name, lambda call: (call, use) in self._seen)
         if call is not None:
             self._seen.add((call, use))
-            self._report(self._sink.activation, call, use, as_real(found.detach()), operator_of(found))
+            self._forwards.report(self._sink.activation, call, use, as_real(found.detach()), operator_of(found))
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return _is_plain(tensor) or (
@@ -374,11 +289,9 @@ class Watch:
                     yield unit, name, param_of(owner, attribute)
 
     def _read(self, module: nn.Module) -> None:
-        if self.microbatches - len(self._in_doubt) > (not self._in_doubt):
-            return  # the step has another forward before this one
-        for unit, name, value in self._entered(module):
+        for unit, name, value in self._entered(module) if self._forwards.may_be_first else ():
             if name not in self._reported:
-                self._report(self._unsharded, unit, name, value.detach())
+                self._forwards.report(self._unsharded, unit, name, value.detach())
 
     def _unsharded(self, _: int, unit: str, name: str, value: Tensor) -> None:
         if name not in self._reported:
@@ -386,31 +299,8 @@ class Watch:
             self._sink.unsharded(unit, name, value)
 
     def _listen(self, module: nn.Module) -> None:
-        """Add hooks for the gradients of parameters, unless our engine reports them."""
-        assert self._view is not None
-        if self._view.engine.names is not None:
-            return
-        ranks = self._view.engine.model_ranks
-        for _, name, value in self._entered(module):
-            if ranks is not None and isinstance(value, DTensor) and not ranks.has_all_of(value.device_mesh):
-                self._of_other_batches.add(name)
-            elif value.requires_grad and id(value) not in self._hooked:
-                self._hooked[id(value)] = value
-                self._handles.append(value.register_hook(self._adder(name, value)))
-
-    def _adder(self, name: str, value: Tensor) -> Callable[[Tensor], None]:
-        def add(grad: Tensor) -> None:
-            if id(value) in self._updated or _Returned.depth:
-                return
-            # A gradient from before the last turn of another optimizer that was set to None since does not count. Within a turn,
-            # optimizers that keep the sum of microbatches let scripts do so before each.
-            if name not in self._of_turn and self._updated and self._is_unsharded and value.grad is None:
-                self._grads.pop(name, None)
-            self._of_turn.add(name)
-            with quietly():
-                _add(self._grads, name, grad)
-
-        return add
+        assert self._local_grads is not None
+        self._local_grads.listen(self._entered(module))
 
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
@@ -423,24 +313,20 @@ class Watch:
             self._sink.begins(given)
             self._trains_in = model.training
         self._sink.forward_begins()
-        last = self._in_doubt[-1] if self._in_doubt else None
-        if last is not None and last.is_other and not last.has_backward:  # it was an evaluation
-            self._leave_out([last])
+        if self._forwards.drop_evaluation():
             self._layers = set()
         # In the other mode, or past a wrapper: an evaluation, which forgot no_grad, unless backward follows.
-        is_past = bool(self._trained_layers) and model not in self._trained_layers and not self._awaits_backward
+        is_past = (
+            bool(self._trained_layers) and model not in self._trained_layers and not self._forwards.awaits_backward
+        )
         is_other = (model.training != self._trains_in or is_past) and not self._every_call
-        if is_other and self._awaits_backward:
+        if is_other and self._forwards.awaits_backward:
             return
         if self._calls_layers:
             self._layers = {*self._layers, model} if not is_other else {model}
         wants_input_grads = not self._every_call and self._wants_input_grads((args, kwargs))
-        if is_other or wants_input_grads or self._in_doubt:
-            before = [each for each in self._in_doubt if each.has_backward]
-            self._in_doubt.append(Doubt(is_other, wants_input_grads, self._awaits_backward, before))
-        self._inside, self._awaits_backward = True, not is_other
-        self._seen = set()
-        self.microbatches += 1
+        self._forwards.begin(is_other=is_other, wants_input_grads=wants_input_grads)
+        self._inside, self._seen = True, set()
         with quietly():
             inputs = _inputs_in((args, kwargs))
             self._came = {_storage_of(each) for each in inputs}
@@ -450,7 +336,7 @@ class Watch:
             if not batch and model is self._root:  # a part may be given what another one computed alone
                 batch = inputs
             self._has_no_batch = self._has_no_batch or bool(inputs and not batch)
-            self._report(self._batch, [each.detach() for each in batch], mask_in(kwargs, batch))
+            self._forwards.report(self._batch, [each.detach() for each in batch], mask_in(kwargs, batch))
 
     def _batch(self, _: int, tensors: list[Tensor], mask: int | None) -> None:
         self._sink.batch(tensors, mask)
@@ -476,7 +362,7 @@ class Watch:
         self._outermost = None if in_backward() else part
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
-        if self._awaits_backward and not self._every_call:
+        if self._forwards.awaits_backward and not self._every_call:
             self._inside = True
             return
         before = self._handles
@@ -487,83 +373,30 @@ class Watch:
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
     def backward_begins(self) -> int:
-        """Backward begins: the last forward was one of training, whatever its mode, if its inputs require no gradients.
-
-        Returns:
-            How many backwards before it were none of training ([Note: forwards in doubt] in `_forwards_in_doubt.py`).
-        """
-        num_discarded = self._discard()
-        if self._freed is not None and not self._awaits_backward:  # of a function that computes its gradients itself
-            self._in_doubt.append(self._freed)
-            self.microbatches += 1
-        self._freed = None
-        if not (self.expects_forward or self._awaits_backward):
+        """Backward begins; returns how many backwards before it were none of training (`Forwards.backward_begins`)."""
+        if not (self.expects_forward or self._forwards.awaits_backward):
             self._sink.begins([])
-            self.microbatches += 1
+            self._forwards.begin()
             self._seen = set()
             if self.is_dense:
                 self._enter(self._root)
-        self._awaits_backward = False
+        num_discarded = self._forwards.backward_begins(self._params())
+        if num_discarded and self._local_grads is not None:
+            self._local_grads.discard()
         self._trained_layers |= self._layers
         self._layers = set()
-        for each in self._in_doubt:
-            each.has_backward = True
-        if any(each.wants_input_grads for each in self._in_doubt):
-            self._num_backwards_in_doubt += 1
-        else:
-            self.release()
         return num_discarded
 
     def backward_ended(self) -> None:
-        """Backward has ended. If no parameter has a gradient, whatever shards the model has it, and may have set it to None."""
-        if self._num_backwards_in_doubt and all(param.grad is None for param in self._params()):
-            self.release()
+        """Backward has ended."""
+        self._forwards.backward_ended(self._params())
 
     def input_grads_returned(self) -> None:
-        """Gradients of inputs alone have been computed, and the graph of the last forwards has been freed."""
-        if dropped := [each for each in self._in_doubt if not each.has_backward]:
-            self._awaits_backward, self._freed = dropped[0].awaited, dropped[-1]
-            self._leave_out(dropped)
+        """Gradients of inputs alone have been computed."""
+        self._forwards.input_grads_returned()
 
-    def release(self) -> None:
-        """The forwards so far are of training, if backward has begun since. Those of an attack before them are not, even if the
-        optimizer gets their gradients."""
-        trained = (each for each in self._in_doubt if each.has_backward and not each.wants_input_grads)
-        self._leave_out([attack for each in trained for attack in each.before if attack in self._in_doubt])
-        waiting = [each for each in self._in_doubt if each.has_backward]
-        first = self.microbatches - len(self._in_doubt)
-        self._in_doubt, self._num_backwards_in_doubt = self._in_doubt[len(waiting) :], 0
-        for i, each in enumerate(waiting):
-            for function, args in each.reports:
-                function(first + i, *args)
-
-    def _discard(self) -> int:
-        """Leave out forwards whose gradients the script has discarded; returns the number of backwards."""
-        num_backwards = self._num_backwards_in_doubt
-        if not num_backwards or not are_cleared(self._params()):
-            return 0
-        self._leave_out([each for each in self._in_doubt if each.has_backward])
-        self._num_backwards_in_doubt = 0
-        for name in self._of_turn:
-            self._grads.pop(name, None)
-        self._of_turn.clear()
-        if not self._updated:
-            self._engine.grads.clear()
-        return num_backwards
-
-    def _leave_out(self, dropped: Sequence[Doubt]) -> None:
-        self._in_doubt = [each for each in self._in_doubt if each not in dropped]
-        self.microbatches -= len(dropped)
-
-    def _params(self) -> list[Tensor]:
-        return [] if self._view is None else [held.param for held in self._view.held]
-
-    def _report(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function with the number of the forward in its step and these arguments, once that is in doubt no more."""
-        if self._in_doubt:
-            self._in_doubt[-1].report(function, *args)
-        else:
-            function(self.microbatches - 1, *args)
+    def _params(self) -> Iterator[Tensor]:
+        yield from () if self._view is None else (held.param for held in self._view.held)
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if model is not self._outermost:  # inside of another part or wrapper

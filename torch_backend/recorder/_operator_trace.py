@@ -23,9 +23,10 @@ from crossframe.recording.event_format import BACKWARD, FORWARD, PARAMETERS, STA
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.pieces._piece_tensor import PieceTensor
 from torch_backend.recorder._compiled_graphs import CompiledGraphs, CompiledOperator
+from torch_backend.recorder._contexts import in_backward, quietly
 from torch_backend.recorder._decomposed_operators import interior_of
 from torch_backend.recorder._float64_check import exact_of, packets, tensor_leaves
-from torch_backend.recorder._module_hooks import Hook, in_backward, quietly
+from torch_backend.recorder._module_hooks import Hook
 from torch_backend.recorder._module_tree import named_modules
 
 _SAME_VALUES = packets("""

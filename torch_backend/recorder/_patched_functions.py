@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from crossframe.replacing import replacing, subclasses_of
-from torch_backend.recorder._module_hooks import gradients_returned, hooks_left_out, in_backward
+from torch_backend.recorder._contexts import in_backward
+from torch_backend.recorder._local_grads import gradients_returned
+from torch_backend.recorder._module_hooks import hooks_left_out
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.

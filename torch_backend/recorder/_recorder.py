@@ -21,11 +21,11 @@ from torch_backend.modules._nested_tensors import tensors_in
 from torch_backend.other_rounding import OtherRounding
 from torch_backend.ranks._collectives import Communicator, default_process_group
 from torch_backend.recorder._context import RANK, Context
+from torch_backend.recorder._contexts import quietly
 from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
 from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
-from torch_backend.recorder._module_hooks import quietly
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._open_step import OpenStep, PendingSteps, is_inner_optimizer, is_wrapper, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace

@@ -43,10 +43,10 @@ from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
 from crossframe.scripts import RunAgainError, run_again_file, run_script
 from torch_backend.ranks._collectives import default_process_group
+from torch_backend.recorder._contexts import in_backward, in_transform
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
-from torch_backend.recorder._module_hooks import in_backward, in_transform
 from torch_backend.recorder._module_tree import lacks_forward, reshard
 from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
