@@ -7,6 +7,7 @@ import numpy as np
 from crossframe.recording import Recording
 from crossframe.recording.event_format import BACKWARD, FORWARD, NORM, REDUCE
 from crossframe.recording.known_settings import BY_HAND, GRADIENT_NORM, LOSSES, UPDATES
+from crossframe.recording.program import GRADIENTS, PROGRAM
 from crossframe.verdict.measure.comparable import labels
 from crossframe.verdict.measure.locate import Divergence
 from crossframe.verdict.measure.pair import Pair
@@ -29,8 +30,8 @@ def need_not_agree(
             f"losses or gradients differ, but updates agree: the script of {' and of '.join(by_hand)} updates its parameters by "
             "itself, and gradients are recorded before it divides or clips them",
         )
-    if (where.phase, where.event) == (FORWARD, "loss") and (name := _multiplied_by_ranks(a, b, names)) is not None:
-        yield frozenset((FORWARD,)), f"the losses of {name} are multiplied by the number of ranks; gradients agree"
+    if (where.phase, where.event) == (FORWARD, "loss"):
+        yield from ((frozenset((FORWARD,)), f"{text}; gradients agree") for text in _factors(a, b, names))
     numbers = [recording.num_losses(where.step, 0) for recording in (a, b)]
     if numbers[0] != numbers[1]:
         sums = "a step adds " + " and ".join(
@@ -44,14 +45,23 @@ def need_not_agree(
             )
 
 
-def _multiplied_by_ranks(a: Recording, b: Recording, names: tuple[str, str]) -> str | None:
-    """The name of the recording whose losses are those of the other one, times the ratio of the numbers of ranks: each rank has
-    the loss of all samples, and no gradient of the parts that come from other ranks."""
-    worlds, steps = [each.manifest.world_size for each in (a, b)], min(a.num_steps, b.num_steps)
+def _factors(a: Recording, b: Recording, names: tuple[str, str]) -> Iterator[str]:
+    """Why all losses of one recording are those of the other one, times one number."""
+    steps = min(a.num_steps, b.num_steps)
     first, second = (np.mean(each.losses()[:steps], axis=1) for each in (a, b))
-    ratio = worlds[0] / worlds[1]
-    are_multiples = ratio != 1 and np.all(np.abs(first - ratio * second) <= _NEAR * np.abs(first))
-    return names[ratio < 1] if are_multiples else None
+
+    def are_multiples(factor: float) -> bool:
+        return factor != 1 and bool(np.all(np.abs(first - factor * second) <= _NEAR * np.abs(first)))
+
+    worlds = [each.manifest.world_size for each in (a, b)]
+    if are_multiples(worlds[0] / worlds[1]):
+        # Each rank has the loss of all samples, and no gradient of the parts that come from other ranks.
+        yield f"the losses of {names[worlds[0] < worlds[1]]} are multiplied by the number of ranks"
+    numbers = [each.manifest.settings.get(PROGRAM, {}).get(GRADIENTS, 1) for each in (a, b)]
+    if are_multiples(numbers[1] / numbers[0]):
+        # A recorder takes several gradients for those of microbatches, whose losses are averaged.
+        more = numbers[0] < numbers[1]
+        yield f"the losses of {names[more]} are means of {numbers[more]}, and those of {names[not more]} their sums"
 
 
 def has_loss_alone(a: Recording, b: Recording) -> bool:

@@ -24,7 +24,8 @@ class CutBatches:
         self._rows: dict[tuple[Model, int], Sequence[Rows | None]] = {}
 
     def cut(self, model: Model, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """The gradients of a turn of a model, with the arrays of their microbatches if the step cuts these out of one batch."""
+        """The gradients of a turn of a model, with the arrays of their microbatches if the step cuts these out of one batch, and
+        not if all are of the whole batch, as those of two losses are."""
         parts = [part for each in gradients for part in each.microbatches]
         if len(parts) < 2 or len({tuple(map(id, part)) for part in parts}) > 1 or not parts[0]:
             return [*gradients]
@@ -33,7 +34,7 @@ class CutBatches:
         if not all(getattr(leaf, "is_fully_addressable", True) for leaf in parts[0]):
             return [*gradients]
         batch = [np.asarray(leaf) for leaf in parts[0]]
-        found = []
+        found, num_whole = [], 0
         for i, each in enumerate(gradients):
             if given := each.tap.values["given"]:
                 self._rows[model, i] = [_rows(_of_microbatch(given, k), batch) for k in range(each.num_microbatches)]
@@ -42,10 +43,11 @@ class CutBatches:
             ]
             if len(of_parts) != each.num_microbatches:
                 return [*gradients]
+            num_whole += sum(len(rows) == len(batch[0]) for rows in of_parts)
             found.append(
                 replace(each, parts=[[_taken(leaf, rows, len(batch[0])) for leaf in batch] for rows in of_parts])
             )
-        return found
+        return [*gradients] if num_whole == len(parts) else found
 
 
 def _of_microbatch(given: Sequence[Value], k: int) -> list[np.ndarray]:

@@ -419,6 +419,27 @@ def test_gradients_in_a_map_over_parts_of_a_batch_are_recorded(tmp_path, run):
     assert b.num_steps == a.num_steps == 3 and compare(a, b).verdict is Verdict.ROUNDING
 
 
+TWO_LOSSES = """squared = lambda params: loss_fn(params, batch["image"], batch["label"]) ** 2
+    both = lambda params: loss_fn(params, batch["image"], batch["label"]) + squared(params)
+    loss, grads = jax.tree.map(jnp.add, of_part(batch), jax.value_and_grad(squared)(params))"""
+
+
+def test_two_losses_of_one_batch_agree_with_their_sum(tmp_path, run):
+    two = ADDED.replace("loss, grads = of_part(batch)", TWO_LOSSES)
+    one = two.replace(
+        "jax.tree.map(jnp.add, of_part(batch), jax.value_and_grad(squared)(params))", "jax.value_and_grad(both)(params)"
+    )
+    wrong = two.replace("grads, opt_state, params)", "jax.tree.map(lambda grad: grad / 2, grads), opt_state, params)")
+    assert len({one, two, wrong}) == 3
+    assert [run(text, name)[0] for name, text in (("one", one), ("two", two), ("wrong", wrong))] == [0, 0, 0]
+    one, two, wrong = (Recording.open(tmp_path / name) for name in ("one", "two", "wrong"))
+    assert one.batch(0, 0).sample_ids == two.batch(0, 0).sample_ids
+    found = compare(one, two)
+    assert found.verdict is Verdict.ROUNDING, found.reason
+    assert "the losses of two are means of 2, and those of one their sums; gradients agree" in found.notes
+    assert compare(one, wrong).verdict is Verdict.BUG
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="cuts a batch over 2 devices")
 @pytest.mark.parametrize("adds", ["jax.tree.map", "optax.apply_updates"])
 def test_activations_of_parts_of_unknown_samples_are_left_out(tmp_path, run, adds):
