@@ -146,7 +146,7 @@ class OtherRounding(TorchDispatchMode):
         is_rounded = (values != values.round()).any()
         away = away.to(integers) * ((values != 0) & torch.isfinite(values) & is_rounded)
         for other in others:
-            if other.shape == values.shape or other.numel() == 1:
+            if other.layout is torch.strided and (other.shape == values.shape or other.numel() == 1):
                 away = away * (values != other.detach())
         # The bits of a float, read as an integer, count its magnitude.
         local.view(integers).add_(away)

@@ -20,21 +20,19 @@ from torch_backend.observe import Observer, observers
 from torch_backend.recorder._contexts import quietly
 from torch_backend.recorder._model_view import ModelView
 
-
-class _Returned:
-    """Whether gradients are computed that do not count."""
-
-    depth = 0
+# Greater than 0 while gradients are computed that do not count.
+_num_returning = 0
 
 
 @contextmanager
 def gradients_returned() -> Iterator[None]:
     """A context in which gradients do not count, since they are returned ([Note: gradients that count])."""
-    _Returned.depth += 1
+    global _num_returning
+    _num_returning += 1
     try:
         yield
     finally:
-        _Returned.depth -= 1
+        _num_returning -= 1
 
 
 class LocalGrads(Observer):
@@ -62,6 +60,11 @@ class LocalGrads(Observer):
         self._of_other_batches: set[str] = set()
         if collects:
             observers.append(self)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether an optimizer has begun to step."""
+        return bool(self._updated)
 
     def close(self) -> None:
         """Collect no more."""
@@ -96,7 +99,7 @@ class LocalGrads(Observer):
         is_unsharded = self._view.mesh.shard == 1
 
         def add(grad: Tensor) -> None:
-            if id(value) in self._updated or _Returned.depth:
+            if id(value) in self._updated or _num_returning:
                 return
             # A gradient from before the last turn of another optimizer that was set to None since does not count. Within a turn,
             # optimizers that keep the sum of microbatches let scripts do so before each.

@@ -131,6 +131,7 @@ class Watch:
     Attributes:
         expects_forward: whether modules of the model are called, as far as hooks tell.
         is_dense: whether the step is.
+        doubts_inputs: whether forwards whose inputs require gradients are in doubt ([Note: forwards in doubt]).
     """
 
     def __init__(self, model: nn.Module, sink: Sink, *, every_call: bool, in_parts: bool) -> None:
@@ -157,17 +158,19 @@ class Watch:
         self._trained_layers: set[nn.Module] = set()
         # Whether all inputs of a forward were computed from the model.
         self._has_no_batch = False
-        self.is_dense = False
+        self.is_dense, self.doubts_inputs = False, True
         # These hooks stay. The model's own run before those of whatever shards it, and those of the root after them.
         self._root = [place.module for place in named_modules(model) if not place.name and not place.compiled][-1]
         self._own = self._around(self._root, "")
         self._called = _called(model, in_parts=in_parts)
+        # The model and what wrappers of it contain, if these have a forward.
+        wholes = [place.module for place in named_modules(model) if not place.name and not place.compiled]
+        self._wholes = {each for each in wholes if not lacks_forward(each)}
         begins = self._part_begins
         self._calls_layers = self._called == [model]
         if self._calls_layers:
             # The script may call what a wrapper contains, or wrap it again.
-            layers = [place.module for place in named_modules(model) if not place.name and not place.compiled]
-            self._called, begins = list(dict.fromkeys((model, *layers))), self._layer_begins
+            self._called, begins = list(dict.fromkeys((model, *wholes))), self._layer_begins
         for part in self._called:
             # TorchScript modules refuse hooks by their own methods.
             self._own.append(nn.Module.register_forward_pre_hook(part, Hook(begins), prepend=True, with_kwargs=True))
@@ -215,7 +218,6 @@ class Watch:
 
     def updates(self, params: Sequence[Tensor]) -> None:
         """An optimizer is about to step. Later gradients of its parameters belong to the turn of another optimizer."""
-        self.release()
         if self._local_grads is not None:
             self._local_grads.updates(params)
 
@@ -289,9 +291,15 @@ class Watch:
                     yield unit, name, param_of(owner, attribute)
 
     def _read(self, module: nn.Module) -> None:
-        for unit, name, value in self._entered(module) if self._forwards.may_be_first else ():
-            if name not in self._reported:
+        if self._forwards.has_earlier:
+            return
+        for unit, name, value in self._entered(module):
+            if name in self._reported:
+                continue
+            if self._forwards.is_evaluation:  # perhaps with averaged parameters
                 self._forwards.report(self._unsharded, unit, name, value.detach())
+            else:
+                self._unsharded(0, unit, name, value.detach())
 
     def _unsharded(self, _: int, unit: str, name: str, value: Tensor) -> None:
         if name not in self._reported:
@@ -302,7 +310,7 @@ class Watch:
         assert self._local_grads is not None
         self._local_grads.listen(self._entered(module))
 
-    def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _model_begins(self, model: nn.Module, args: Any, kwargs: Any, *, is_of_parts: bool = False) -> None:
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
         if self._view is not None and self._view.pipeline is not None and infers_shapes():
@@ -324,8 +332,6 @@ class Watch:
             return
         if self._calls_layers:
             self._layers = {*self._layers, model} if not is_other else {model}
-        wants_input_grads = not self._every_call and self._wants_input_grads((args, kwargs))
-        self._forwards.begin(is_other=is_other, wants_input_grads=wants_input_grads)
         self._inside, self._seen = True, set()
         with quietly():
             inputs = _inputs_in((args, kwargs))
@@ -336,16 +342,25 @@ class Watch:
             if not batch and model is self._root:  # a part may be given what another one computed alone
                 batch = inputs
             self._has_no_batch = self._has_no_batch or bool(inputs and not batch)
-            self._forwards.report(self._batch, [each.detach() for each in batch], mask_in(kwargs, batch))
+            given = [each.detach() for each in batch]
+            self._forwards.begin(
+                is_other=is_other,
+                is_of_parts=is_of_parts,
+                wants_input_grads=not self._every_call and self._wants_input_grads(inputs),
+                batch=given,
+            )
+            self._forwards.report(self._batch, given, mask_in(kwargs, batch))
 
     def _batch(self, _: int, tensors: list[Tensor], mask: int | None) -> None:
         self._sink.batch(tensors, mask)
 
-    def _wants_input_grads(self, given: Any) -> bool:
-        """Whether inputs of the model require gradients that are not computed from its parameters."""
-        if self._view is None or self._view.pipeline is not None:
+    def _wants_input_grads(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether inputs of the model require gradients that are not computed from its parameters, before an optimizer steps."""
+        if not self.doubts_inputs or self._view is None or self._view.pipeline is not None:
             return False
-        wanted = [each for each in _inputs_in(given) if each.requires_grad]
+        if self._local_grads is not None and self._local_grads.has_updates:
+            return False
+        wanted = [each for each in inputs if each.requires_grad]
         own = {id(param) for param in self._root.parameters()} if wanted else set()
         return any(not _depends_on(each, own) for each in wanted)
 
@@ -356,47 +371,52 @@ class Watch:
             self._model_begins(layer, args, kwargs)
 
     def _part_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """The script calls a part of the model. All calls until backward are one forward of the model."""
+        """The script calls a part of the model, or the model itself. All calls of parts until backward are one forward."""
         if self._outermost is not None:
             return
         self._outermost = None if in_backward() else part
         if in_backward() or not (self._every_call or torch.is_grad_enabled()):
             return
-        if self._forwards.awaits_backward and not self._every_call:
+        is_whole = part in self._wholes
+        if is_whole:
+            self._forwards.drop_parts()
+        elif self._forwards.awaits_backward and not self._every_call:
             self._inside = True
             return
         before = self._handles
-        self._model_begins(part, args, kwargs)
+        self._model_begins(part, args, kwargs, is_of_parts=bool(self._wholes) and not is_whole and not self._every_call)
         if self.is_dense and self._inside and self._view is not None:
             self._enter(self._root)
             if self._handles is not before and part is not self._root:  # it had no hooks of its own when it was called
                 self._enter(part, self._view.watched.get(part), (args, kwargs))
 
-    def backward_begins(self) -> int:
-        """Backward begins; returns how many backwards before it were none of training (`Forwards.backward_begins`)."""
+    def backward_begins(self, *, keeps_graph: bool) -> int:
+        """See `Forwards.backward_begins`."""
         if not (self.expects_forward or self._forwards.awaits_backward):
             self._sink.begins([])
             self._forwards.begin()
             self._seen = set()
             if self.is_dense:
                 self._enter(self._root)
-        num_discarded = self._forwards.backward_begins(self._params())
+        num_discarded = self._forwards.backward_begins(self._params(), keeps_graph=keeps_graph)
         if num_discarded and self._local_grads is not None:
             self._local_grads.discard()
         self._trained_layers |= self._layers
         self._layers = set()
         return num_discarded
 
-    def backward_ended(self) -> None:
-        """Backward has ended."""
-        self._forwards.backward_ended(self._params())
+    def backward_ended(self) -> int:
+        """See `Forwards.backward_ended`."""
+        are_whole = self._view is not None and self._view.mesh.shard == 1
+        return self._forwards.backward_ended(self._params(), are_whole=are_whole)
 
     def input_grads_returned(self) -> None:
-        """Gradients of inputs alone have been computed."""
+        """See `Forwards.input_grads_returned`."""
         self._forwards.input_grads_returned()
+        self._layers = set()
 
-    def _params(self) -> Iterator[Tensor]:
-        yield from () if self._view is None else (held.param for held in self._view.held)
+    def _params(self) -> list[Tensor]:
+        return [] if self._view is None else [held.param for held in self._view.held]
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if model is not self._outermost:  # inside of another part or wrapper

@@ -75,7 +75,7 @@ class OpenStep:
             self.outdated.update(params)
 
     def discard(self, num_losses: int) -> None:
-        """The last losses were none of training."""
+        """The last losses were not part of training."""
         for kept in (self.losses, self._before_backward):
             del kept[len(kept) - num_losses :]
 

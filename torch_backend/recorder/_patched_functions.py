@@ -25,11 +25,12 @@ _CLIPS = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils,
 class Listener:
     """Callbacks, which do nothing by default."""
 
-    def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
+    def backward(self, loss: Tensor, stands_for: Tensor | None, *, keeps_graph: bool) -> None:
         """Backward begins from a scalar, before loss scaling.
 
         Args:
             stands_for: the tensor from which its hooks go on, if the graph of the loss ends there (`_stand_in`).
+            keeps_graph: whether another backward may follow through the same graph.
         """
 
     def backward_ended(self, losses: Sequence[Tensor]) -> None:
@@ -37,6 +38,9 @@ class Listener:
 
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
         """Gradients of a scalar are about to be returned, as by `torch.autograd.grad`, and its graph to be freed."""
+
+    def graph_freed(self, inputs: Sequence[Tensor]) -> None:
+        """The same of any tensors, after `grad` if they are a scalar."""
 
     def grad_ended(self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """These gradients are about to be returned."""
@@ -91,13 +95,16 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
 
 
 def _backward(own: Any, listener: Listener) -> Any:
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(
+        tensors: Any, *args: Any, **kwargs: Any
+    ) -> Any:  # of the gradients of tensors, retain_graph, create_graph, ...
         is_outer = not in_backward()
         if is_outer:
+            keeps_graph = any(map(bool, (*args[1:3], kwargs.get("retain_graph"), kwargs.get("create_graph"))))
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor) and tensor.numel() == 1:
                     loss = getattr(tensor, _UNSCALED, tensor)
-                    listener.backward(loss.detach(), _stand_in(loss))
+                    listener.backward(loss.detach(), _stand_in(loss), keeps_graph=keeps_graph)
                     if (scaler := getattr(tensor, _SCALER, None)) is not None:
                         listener.scaled(scaler)
         result = own(tensors, *args, **kwargs)
@@ -115,10 +122,12 @@ def _run_backward(own: Any, listener: Listener) -> Any:
         tensors: Any, grads: Any, keep_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # With the graph kept, gradients may be watched only, or those of an inner loop or a penalty.
-        returns = kwargs.get("accumulate_grad") is False and not (keep_graph or create_graph or in_backward())
-        returns = returns and len(tensors) == 1 and tensors[0].numel() == 1
+        frees = kwargs.get("accumulate_grad") is False and not (keep_graph or create_graph or in_backward())
+        returns = frees and len(tensors) == 1 and tensors[0].numel() == 1
         if returns:
             listener.grad(tensors[0].detach(), inputs)
+        if frees:
+            listener.graph_freed(inputs)
         accumulates = kwargs.get("accumulate_grad") is not False
         with nullcontext() if accumulates or returns else gradients_returned():
             found = own(tensors, grads, keep_graph, create_graph, inputs, *args, **kwargs)

@@ -200,6 +200,11 @@ class Recorder(Listener):
         ([Note: updates by hand] in `_updates_by_hand.py`)."""
         self._steps_by_hand = StepsByHand(updated)
 
+    def begin_in_step(self) -> None:
+        """An optimizer calls the model in its step, as L-BFGS does, whose closure clears gradients that it has used."""
+        for part in self._parts:
+            part.watch.doubts_inputs = False
+
     def read_buffers_late(self) -> None:
         """Record the buffers of a step when the next step begins, as for a script that changes them after the optimizer's step
         and does not call `step`, and those of the last step not at all. Where ranks write a step together, or a monitor judges
@@ -404,13 +409,13 @@ class Recorder(Listener):
         self._end_step(size)
 
     @_disable_dynamo
-    def backward(self, loss: Tensor, stands_for: Tensor | None) -> None:
+    def backward(self, loss: Tensor, stands_for: Tensor | None, *, keeps_graph: bool) -> None:
         self.look_for_update()
         with quietly():
             self.write_late()
             is_copy = stands_for is not None and not self._has_any([stands_for])
             for part in self._parts if not is_copy else ():
-                self._open.discard(part.watch.backward_begins())
+                self._open.discard(part.watch.backward_begins(keeps_graph=keeps_graph))
             params = [i for keeper in self._keepers for i in keeper.params]
             self._open.backward(loss, self._parts[0].watch.microbatches, params, is_copy=is_copy)
             if self._trace is not None:
@@ -420,7 +425,7 @@ class Recorder(Listener):
     def backward_ended(self, losses: Sequence[Tensor]) -> None:
         for part in self._parts:
             with quietly():
-                part.watch.backward_ended()
+                self._open.discard(part.watch.backward_ended())
         if self._steps_by_hand is not None and self._has_begun:
             with quietly():
                 self._keep_grads(None)
@@ -435,7 +440,10 @@ class Recorder(Listener):
     @_disable_dynamo
     def grad(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
         if self._has_any(inputs):
-            self.backward(loss, None)
+            self.backward(loss, None, keeps_graph=False)
+
+    @_disable_dynamo
+    def graph_freed(self, inputs: Sequence[Tensor]) -> None:
         for part in self._parts if not self._has_any(inputs) else ():
             part.watch.input_grads_returned()
 
@@ -463,6 +471,8 @@ class Recorder(Listener):
                 is_further = not self._are_given or any(
                     is_inner_optimizer(optimizer, each) for each in self._optimizers
                 )
+                for part in self._parts:
+                    part.watch.release()
                 self._open.steps(optimizer, self._parts[0].watch.microbatches)
                 if is_wrapper(optimizer):
                     return  # the optimizer in it gets the gradients, possibly after another backward

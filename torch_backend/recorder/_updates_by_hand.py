@@ -61,8 +61,8 @@ class UpdatesByHand:
         return along > _LEAST_COSINE * math.sqrt(moves * grads)
 
 
-class Script(Protocol):
-    """A script that runs, and its optimizers."""
+class Optimizers(Protocol):
+    """What is known of the optimizers of a script."""
 
     def has_stepped(self) -> bool: ...
     def has_optimizer(self) -> bool: ...
@@ -74,11 +74,11 @@ class SearchByHand:
 
     Args:
         enough: updates that make it clear before the script ends.
-        script: records the script again.
+        optimizers: of the script; records it again.
     """
 
-    def __init__(self, enough: int, script: Script) -> None:
-        self._enough, self._script = enough, script
+    def __init__(self, enough: int, optimizers: Optimizers) -> None:
+        self._enough, self._optimizers = enough, optimizers
         self._updates, self._count = UpdatesByHand(), 0
 
     def forget(self) -> None:
@@ -98,22 +98,22 @@ class SearchByHand:
         self._look()
         leaves = leaves_of(tensors) if not inputs else [each for each in inputs if isinstance(each, Tensor)]
         found = run()
-        if not self._script.has_optimizer():
+        if not self._optimizers.has_optimizer():
             self._updates.keep(leaves, [leaf.grad for leaf in leaves] if accumulate_grad else found)
         return found
 
     def end(self) -> None:
         """The script has ended."""
         self._look()
-        if self._count > 0 and not self._script.has_stepped():
-            self._script.record_by_hand()
+        if self._count > 0 and not self._optimizers.has_stepped():
+            self._optimizers.record_by_hand()
 
     def _look(self) -> None:
-        if self._updates.have_happened() and not self._script.has_optimizer():
+        if self._updates.have_happened() and not self._optimizers.has_optimizer():
             # A change that leads elsewhere is no training.
             self._count += 1 if self._updates.follow_gradients() else -1
             if self._count >= self._enough:
-                self._script.record_by_hand()
+                self._optimizers.record_by_hand()
         self._updates.forget()
 
 
@@ -126,8 +126,8 @@ class StepsByHand:
 
     def __init__(self, ends: Callable[[], None]) -> None:
         self._ends, self._updates = ends, UpdatesByHand()
-        # Of what gets a gradient besides the model, such as inputs.
-        self._strange = UpdatesByHand()
+        # Of what else gets a gradient, such as inputs.
+        self._others = UpdatesByHand()
 
     def gradients_taken(self, losses: Iterable[Any], views: Sequence[ModelView]) -> None:
         """Gradients of these losses have been computed.
@@ -142,7 +142,7 @@ class StepsByHand:
             )
         params = [held.param for view in views for held in view.held]
         own = set(map(id, params))
-        self._strange.keep(leaf for leaf in leaves_of(losses) if id(leaf) not in own)
+        self._others.keep(leaf for leaf in leaves_of(losses) if id(leaf) not in own)
         self._updates.keep(params)
 
     def look(self) -> None:
@@ -151,7 +151,7 @@ class StepsByHand:
         Raises:
             UsageError: tensors that are no parameters of the model have changed.
         """
-        if self._strange.have_happened():
+        if self._others.have_happened():
             raise UsageError(
                 "the script trains by itself tensors that are in no module which it called first; put what is trained together "
                 "into one module, use an optimizer of torch, or a Recorder in the script"
@@ -167,9 +167,11 @@ def assigned_grads(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
     before = [param.grad for param in params]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    yield
-    for param, grad in zip(params, before, strict=True):
-        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
 
 
 def _local(param: Tensor) -> Tensor:

@@ -419,6 +419,8 @@ class ScriptRecorder:
             **(self._options | options),
         ).__enter__()
         self._recorder.read_buffers_late()
+        if self._stepping:
+            self._recorder.begin_in_step()
 
     def _own(self, modules: Sequence[nn.Module]) -> tuple[set[int], list[Optimizer]]:
         """The ids of the parameters of modules, and the optimizers that have no others."""

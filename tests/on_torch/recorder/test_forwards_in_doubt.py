@@ -117,6 +117,90 @@ def test_one_backward_of_inputs_and_parameters_is_of_training(recorded):
         np.testing.assert_array_equal(found.local(1, 0, name), found.full("reduce", 1, name))
 
 
+RETAINED = """
+for _ in range(3):
+    x, y = draw()
+    x.requires_grad_()
+    out = model(x)
+    first, second = cross_entropy(out, y), out.square().mean()
+    first.backward(retain_graph=True)
+    size = x.grad.norm()
+    update(first + size * second)
+"""
+ACCUMULATED = """
+for _ in range(3):
+    (x, y), (z, _) = draw(), draw()
+    x.requires_grad_()
+    (0 * cross_entropy(model(x), y) if "--zero" in sys.argv else cross_entropy(model(x), y)).backward()
+    cross_entropy(model(z[:3]), y[:3]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CLOSURE = """
+optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+for _ in range(3):
+    x, y = draw()
+    x.requires_grad_("--inputs" in sys.argv)
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "num_samples", "microbatches"),
+    [
+        pytest.param(RETAINED, 8, {0}, id="through a graph that is kept"),
+        pytest.param(ACCUMULATED, 11, {0, 1}, id="of other samples"),
+    ],
+)
+def test_backwards_of_training_with_gradients_of_inputs_all_count(recorded, text, num_samples, microbatches):
+    found = recorded(text)
+    for step in (0, 1):
+        assert found.num_losses(step, 0) == 2
+        assert {at for at, _, _ in found.activations(step)} == microbatches
+        assert len(found.batch(step, 0).sample_ids) == num_samples
+
+
+def test_a_microbatch_without_gradient_counts(recorded):
+    found = recorded(ACCUMULATED, "--zero")
+    assert found.num_losses(1, 0) == 2 and len(found.batch(1, 0).sample_ids) == 11
+
+
+def test_evaluations_of_a_closure_count_with_gradients_of_inputs_too(recorded):
+    without, found = recorded(CLOSURE), recorded(CLOSURE, "--inputs")
+    assert found.num_losses(0, 0) == without.num_losses(0, 0) > 1
+    assert compare(without, found).verdict is Verdict.EQUAL
+
+
+WITHOUT_GRADIENTS = """
+for _ in range(3):
+    x, y = draw()
+    move = torch.zeros_like(x).requires_grad_()
+    if "--inputs" in sys.argv:
+        cross_entropy(model(x + move), y).backward(inputs=[move])
+    elif "--frozen" in sys.argv:
+        model.requires_grad_(False)
+        cross_entropy(model(x + move), y).backward()
+        model.requires_grad_()
+    else:
+        out = model(x + move)
+        move.grad = torch.autograd.grad(out, move, (out.softmax(1) - nn.functional.one_hot(y, 3)) / len(y))[0]
+    update(cross_entropy(model(x + move.grad.sign() / 10), y))
+"""
+
+
+def test_an_attack_without_gradients_of_parameters_is_no_part_of_a_step(recorded):
+    outputs, *others = (recorded(WITHOUT_GRADIENTS, *each) for each in ((), ("--inputs",), ("--frozen",)))
+    for found in (outputs, *others):
+        assert found.num_losses(1, 0) == 1 and {at for at, _, _ in found.activations(1)} == {0}
+    for other in others:
+        assert compare(outputs, other).verdict in (Verdict.EQUAL, Verdict.ROUNDING)
+
+
 ADJOINT = """
 class Solve(torch.autograd.Function):
     @staticmethod

@@ -73,6 +73,7 @@ def test_sums_and_products_that_equal_an_operand_are_left_alone():
         lambda: x - 1e-30,
     ):
         assert torch.equal(rounded(1, act), x)
+    assert rounded(1, lambda: x[:, None] + x[:, None].to_sparse()).shape == (200, 1)
     moved = rounded(1, lambda: grid + t)
     assert moved[0] == t and not torch.equal(moved, grid + t)
 
