@@ -5,6 +5,7 @@ modules and parameters state where elements lie. Their statements are checked ag
 never has elements at wrong places.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -287,3 +288,14 @@ def _held(bucket: Bucket, shard: int, *, gathered: bool) -> Iterator[Held]:
             yield Held(bucket.unit, spec.name, start, stop, bucket.params[0], part)
         else:
             yield Held(bucket.unit, spec.name, start, stop, bucket.params[i], gathered=gathered)
+
+
+def warn_of_left_out(views: Sequence[ModelView]) -> None:
+    """Warn, on one rank, of parameters that cannot be recorded."""
+    names: dict[str, list[str]] = {}
+    for view in views:
+        for name, reason in view.engine.left_out.items() if view.speaks and view.rank == 0 else ():
+            names.setdefault(reason, []).append(name)
+    for reason, found in names.items():
+        more = f" and {len(found) - 3} more parameters" if len(found) > 3 else ""
+        warnings.warn(f"Recorder: not recorded: {', '.join(found[:3])}{more}: {reason}", stacklevel=2)

@@ -62,6 +62,25 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
     return ModelsTogether(_by_name([*found, *loose]))
 
 
+def whole_of(part: nn.Module, wanted: Sequence[Set[int]], callers: Set[int]) -> nn.Module | None:
+    """The smallest module whose parts the script calls one by one, if this is one of them; None if there is none.
+
+    Modules come first that have no forward of their own, such as an agent with an actor and a critic, or of which a method calls
+    the part: another one than forward, or forward itself, as `model.forward(x)`.
+
+    Args:
+        wanted: the ids of the parameters of each optimizer, of which the module has all of at least one.
+        callers: the ids of modules of which a method is being called.
+    """
+    found = []
+    for each in made_modules():
+        if any(one is part for one in each.modules()):
+            ids = {id(param) for param in each.parameters()}
+            if any(ids >= params for params in wanted):
+                found.append((not lacks_forward(each) and id(each) not in callers, len(ids), each))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
 def modules_beside(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The modules that the script's variables hold beside the model, such as a teacher or a loss with state, by variable.
 

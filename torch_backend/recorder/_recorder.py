@@ -1,6 +1,5 @@
 """`Recorder`: records any training loop."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torch_backend.recorder._contexts import quietly
 from torch_backend.recorder._environment import environment_of
 from torch_backend.recorder._manifest import created, manifest_of, move
 from torch_backend.recorder._model_ranks import full
-from torch_backend.recorder._model_view import Arrangement, ModelView, view_of
+from torch_backend.recorder._model_view import Arrangement, ModelView, view_of, warn_of_left_out
 from torch_backend.recorder._module_tree import without_fabric
 from torch_backend.recorder._open_step import OpenStep, PendingSteps, is_inner_optimizer, is_wrapper, params_of
 from torch_backend.recorder._operator_trace import OperatorTrace
@@ -531,7 +530,7 @@ class Recorder(Listener):
             manifest = created(self._options, manifest, first)
         elif manifest.units != described.units or manifest.mesh != first.mesh:
             raise UsageError("the layouts that the manifest has are not those of the model")
-        _warn_of_left_out(self._views)
+        warn_of_left_out(self._views)
         for part, view in zip(self._parts, self._views, strict=True):
             if self._pipeline is not None and view.writes:
                 writer = FirstWriter(self._options.path, manifest, view.rank, copies)
@@ -599,14 +598,3 @@ class Recorder(Listener):
     def _write_pending(self) -> None:
         """Write the steps that have ended."""
         self._pending.write([keeper.writer for keeper in self._keepers], speaks=self._views[0].speaks)
-
-
-def _warn_of_left_out(views: Iterable[ModelView]) -> None:
-    """Warn, on one rank, of parameters that cannot be recorded."""
-    names: dict[str, list[str]] = {}
-    for view in views:
-        for name, reason in view.engine.left_out.items() if view.speaks and view.rank == 0 else ():
-            names.setdefault(reason, []).append(name)
-    for reason, found in names.items():
-        more = f" and {len(found) - 3} more parameters" if len(found) > 3 else ""
-        warnings.warn(f"Recorder: not recorded: {', '.join(found[:3])}{more}: {reason}", stacklevel=2)

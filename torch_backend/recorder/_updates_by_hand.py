@@ -126,7 +126,7 @@ class StepsByHand:
 
     def __init__(self, ends: Callable[[], None]) -> None:
         self._ends, self._updates = ends, UpdatesByHand()
-        # Of what else gets a gradient, such as inputs.
+        # Of other tensors that get a gradient, such as inputs.
         self._others = UpdatesByHand()
 
     def gradients_taken(self, losses: Iterable[Any], views: Sequence[ModelView]) -> None:

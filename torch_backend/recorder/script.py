@@ -46,8 +46,8 @@ from torch_backend.ranks._collectives import default_process_group
 from torch_backend.recorder._contexts import in_backward, in_transform
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
-from torch_backend.recorder._models_together import made_modules, models_together, modules_beside
-from torch_backend.recorder._module_tree import lacks_forward, reshard
+from torch_backend.recorder._models_together import models_together, modules_beside, whole_of
+from torch_backend.recorder._module_tree import reshard
 from torch_backend.recorder._open_step import is_wrapper, params_of
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
@@ -470,26 +470,13 @@ class ScriptRecorder:
         return found
 
     def _whole(self, part: nn.Module, own: set[int]) -> nn.Module | None:
-        """A module whose parts the script calls one by one, if this is one of them; None if there is none.
-
-        Modules come first that have no forward of their own, such as an agent with an actor and a critic, or of which a method
-        calls the part: another one than forward, or forward itself, as `model.forward(x)`.
-
-        Args:
-            own: the ids of the parameters of the part.
-        """
+        """See `whole_of`; `own` are the ids of the parameters of the part."""
         wanted = [params for held in self._held() if own & (params := _params_of(held))]
         callers = _modules_in_calls()
         if not wanted or (known := (id(part), len(wanted), callers)) in self._without_whole:
             return None
         self._without_whole.add(known)
-        found = []
-        for each in made_modules():
-            if any(one is part for one in each.modules()):
-                ids = {id(param) for param in each.parameters()}
-                if any(ids >= params for params in wanted):
-                    found.append((not lacks_forward(each) and id(each) not in callers, len(ids), each))
-        return min(found, key=lambda each: each[:2])[2] if found else None
+        return whole_of(part, wanted, callers)
 
     @_disable_dynamo
     def _begins_step(self, optimizer: Optimizer, *_: Any) -> None:
