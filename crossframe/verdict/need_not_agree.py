@@ -58,7 +58,7 @@ def _factors(a: Recording, b: Recording, names: tuple[str, str]) -> Iterator[str
         # Each rank has the loss of all samples, and no gradient of the parts that come from other ranks.
         yield f"the losses of {names[worlds[0] < worlds[1]]} are multiplied by the number of ranks"
     numbers = [each.manifest.settings.get(PROGRAM, {}).get(GRADIENTS, 1) for each in (a, b)]
-    if are_multiples(numbers[1] / numbers[0]):
+    if all(numbers) and are_multiples(numbers[1] / numbers[0]):
         # A recorder takes several gradients for those of microbatches, whose losses are averaged.
         more = numbers[0] < numbers[1]
         yield f"the losses of {names[more]} are means of {numbers[more]}, and those of {names[not more]} their sums"
