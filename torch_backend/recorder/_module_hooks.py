@@ -28,6 +28,7 @@ from torch_backend.recorder._local_grads import LocalGrads
 from torch_backend.recorder._model_view import ModelView
 from torch_backend.recorder._module_tree import children_of, is_compiled, lacks_forward, named_modules, param_of
 from torch_backend.recorder._pipeline import infers_shapes
+from torch_backend.recorder._sharding_libraries import DDP, ONE_DEVICE, REPLICAS
 
 
 class Sink:
@@ -407,7 +408,7 @@ class Watch:
 
     def backward_ended(self) -> int:
         """See `Forwards.backward_ended`."""
-        are_whole = self._view is not None and self._view.mesh.shard == 1
+        are_whole = self._view is not None and self._view.engine.name in (DDP, ONE_DEVICE, REPLICAS)
         return self._forwards.backward_ended(self._params(), are_whole=are_whole)
 
     def input_grads_returned(self) -> None:

@@ -26,7 +26,7 @@ from torch_backend.recorder._unit_meshes import MeshGroups, Place, largest, plac
 
 # Weights of experts have a dim of experts.
 _EXPERT_DIMS = 3
-REPLICAS = "replicas"
+DDP, ONE_DEVICE, REPLICAS = "torch DDP", "one device", "replicas"
 """The engine of a plain module on several ranks."""
 
 
@@ -206,7 +206,7 @@ def unsharded(
     own = {name: each.param for name, each in params.items()}
     if parts := parts_of_dtensors(own):
         place = Place.of([MeshGroups(None, group)], is_divided=True)
-        return _gathered("torch DDP", place, buckets, partitions=parts)
+        return _gathered(DDP, place, buckets, partitions=parts)
     divided = partitions_of(own, {name: each.ndim for name, each in own.items()}, tensor_parallel, partition)
     if divided.partitions or divided.unknown:
         place = Place.of([MeshGroups(None, group)], is_divided=True)
@@ -219,7 +219,7 @@ def unsharded(
         group = replicas or dist.group.WORLD
     alone = group is None or group.size() == 1
     return Engine(
-        "torch DDP" if is_ddp else "one device" if alone else REPLICAS,
+        DDP if is_ddp else ONE_DEVICE if alone else REPLICAS,
         Strategy.NO_SHARD,
         Place(place_in(group), (0, 1), () if alone else (group,)),  # type: ignore[arg-type]
         buckets,

@@ -176,6 +176,28 @@ def test_evaluations_of_a_closure_count_with_gradients_of_inputs_too(recorded):
     assert compare(without, found).verdict is Verdict.EQUAL
 
 
+SHARDED = """
+import torch.distributed as dist
+from torch_backend import fully_shard
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+model = fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    for last in (False, True):
+        x, y = draw()
+        model.set_requires_gradient_sync(last)
+        (cross_entropy(model(x.requires_grad_()), y) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_that_an_engine_keeps_count(recorded):
+    found = recorded(SHARDED)
+    assert found.num_losses(1, 0) == 2 and len(found.batch(1, 0).sample_ids) == 16
+
+
 WITHOUT_GRADIENTS = """
 for _ in range(3):
     x, y = draw()
