@@ -27,7 +27,7 @@ from torch_backend.recorder._unit_meshes import MeshGroups, Place, largest, plac
 # Weights of experts have a dim of experts.
 _EXPERT_DIMS = 3
 DDP, ONE_DEVICE, REPLICAS = "torch DDP", "one device", "replicas"
-"""The engine of a plain module on several ranks."""
+"""The engines of modules that nothing shards: in DDP, on one rank, and on several."""
 
 
 def ours(model: nn.Module) -> Engine:
