@@ -95,11 +95,10 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
 
 
 def _backward(own: Any, listener: Listener) -> Any:
-    def backward(
-        tensors: Any, *args: Any, **kwargs: Any
-    ) -> Any:  # of the gradients of tensors, retain_graph, create_graph, ...
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         is_outer = not in_backward()
         if is_outer:
+            # Arguments without names are the gradients of the tensors, retain_graph, create_graph, and others.
             keeps_graph = any(map(bool, (*args[1:3], kwargs.get("retain_graph"), kwargs.get("create_graph"))))
             for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor) and tensor.numel() == 1:
