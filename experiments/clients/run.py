@@ -24,6 +24,7 @@ from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "clients.json"
+_PLACES = re.compile(r"(?<![\w.-])/[^\s\"]*/(?=site-packages/|bin/python|[\w.-]+-[0-9a-f]{12}/)")
 _COMPARED = re.compile(r"compared: ([\d,]+) quantities")
 
 
@@ -223,10 +224,10 @@ def _judged_fault(client: Client, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of an answer, with paths of tracebacks from the repository on."""
+    """What is kept of an answer, with paths of tracebacks from the repository, the packages or the client's environment on."""
     figures = ("max_relative_loss_difference", "max_relative_parameter_difference", "quantities")
     of_report = {name: said.get(name) for name in figures}
-    reason = said.get("reason", "").replace(f"{Path.cwd()}/", "")
+    reason = _PLACES.sub("", said.get("reason", "").replace(f"{Path.cwd()}/", ""))
     return {"verdict": said["verdict"], "place": place_of(dict(said)), "reason": reason} | of_report
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.verdict.diagnosis import SIGNATURES
-from experiments.clients.run import clients_of, summary_of, table_of, with_first_answers
+from experiments.clients.run import _said, clients_of, summary_of, table_of, with_first_answers
 from experiments.untouched.cases import UNNAMED
 
 VERDICTS = {"equal", "rounding", "different computation", "incomparable", "inconclusive", "bug"}
@@ -45,6 +45,19 @@ def test_pinned_packages_are_those_of_the_release():
             for release in client.release.split(", "):
                 name, _, version = release.rpartition(" ")
                 assert f"{name}=={version}" in pinned
+
+
+def test_answers_have_no_paths_of_a_machine():
+    lines = (
+        'File "/home/me/.venv/lib/python3.11/site-packages/torch/x.py", line 1',
+        'File "/tmp/cache/ode-20cdc1e2a35c/ode/y.py"',
+        "of binary: /home/me/.venv/bin/python in .venv/lib/site-packages/z.py",
+    )
+    assert _said({"verdict": "failed", "reason": "\n".join(lines)})["reason"].splitlines() == [
+        'File "site-packages/torch/x.py", line 1',
+        'File "ode-20cdc1e2a35c/ode/y.py"',
+        "of binary: bin/python in .venv/lib/site-packages/z.py",
+    ]
 
 
 def test_the_first_answer_is_kept_next_to_later_ones():
