@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
+
+from crossframe.replacing import replacing
+
+# Greater than 0 while reentrant activation checkpointing computes outputs for the first time, without autograd history.
+_num_checkpoints = 0
 
 
 @contextmanager
@@ -23,3 +30,26 @@ def in_transform() -> bool:
 def in_backward() -> bool:
     """Whether autograd runs backward: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def watching_checkpoints() -> Iterator[None]:
+    """A context in which `is_differentiated` knows of reentrant checkpointing."""
+    own = CheckpointFunction.apply
+
+    def apply(*args: Any) -> Any:
+        global _num_checkpoints
+        is_kept = torch.is_grad_enabled()
+        _num_checkpoints += is_kept
+        try:
+            return own(*args)
+        finally:
+            _num_checkpoints -= is_kept
+
+    with replacing(CheckpointFunction, "apply", staticmethod(apply)):
+        yield
+
+
+def is_differentiated() -> bool:
+    """Whether backward will reach what is computed now. That includes recomputation."""
+    return torch.is_grad_enabled() or _num_checkpoints > 0

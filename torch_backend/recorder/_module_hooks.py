@@ -22,7 +22,7 @@ from crossframe.replacing import replacing
 from crossframe.trace import Event
 from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.modules._nested_tensors import arrays_in, tensors_in
-from torch_backend.recorder._contexts import in_backward, in_transform, quietly
+from torch_backend.recorder._contexts import in_backward, in_transform, is_differentiated, quietly
 from torch_backend.recorder._forwards_in_doubt import Forwards
 from torch_backend.recorder._local_grads import LocalGrads
 from torch_backend.recorder._model_view import ModelView
@@ -150,7 +150,7 @@ class Watch:
         # since they have the shape and dtype of an input. And the memory, shapes and dtypes of the last inputs.
         self._given: list[StorageWeakRef] = []
         self._states: deque[Tensor] = deque(maxlen=_NUM_STATES)
-        self._came: set[int] = set()
+        self._came: list[StorageWeakRef] = []
         self._shapes: set[tuple[torch.Size, torch.dtype]] = set()
         # The part or wrapper that the script has called and that has not ended.
         self._outermost: nn.Module | None = None
@@ -312,7 +312,7 @@ class Watch:
         self._local_grads.listen(self._entered(module))
 
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any, *, is_of_parts: bool = False) -> None:
-        if in_backward() or not (self._every_call or torch.is_grad_enabled()):
+        if in_backward() or not (self._every_call or is_differentiated()):
             return
         if self._view is not None and self._view.pipeline is not None and infers_shapes():
             return
@@ -336,7 +336,7 @@ class Watch:
         self._inside, self._seen = True, set()
         with quietly():
             inputs = _inputs_in((args, kwargs))
-            self._came = {_storage_of(each) for each in inputs}
+            self._came = [StorageWeakRef(each.untyped_storage()) for each in inputs]
             self._shapes = {(each.shape, each.dtype) for each in inputs if each.is_floating_point()}
             self._given = [storage for storage in self._given if not storage.expired()]
             batch = [each for each in inputs if not self._is_carried(each)]
@@ -376,7 +376,7 @@ class Watch:
         if self._outermost is not None:
             return
         self._outermost = None if in_backward() else part
-        if in_backward() or not (self._every_call or torch.is_grad_enabled()):
+        if in_backward() or not (self._every_call or is_differentiated()):
             return
         is_whole = part in self._wholes
         if is_whole:
@@ -425,7 +425,7 @@ class Watch:
         self._outermost = None
         if not in_backward():
             was_inside, self._inside = self._inside, False
-            outputs = [each for each in tensors_in(output) if _is_plain(each) and _storage_of(each) not in self._came]
+            outputs = [each for each in tensors_in(output) if _is_plain(each) and not _is_in(self._came, each)]
             self._given += [StorageWeakRef(each.untyped_storage()) for each in outputs]
             self._states.extend(each.detach().clone() for each in outputs if (each.shape, each.dtype) in self._shapes)
             if was_inside:
@@ -436,9 +436,7 @@ class Watch:
         recurrent state. The script may have copied it, as by `torch.cat`, and set elements to zero where a sequence begins."""
         if tensor.requires_grad and _depends_on(tensor, {id(param) for param in self._root.parameters()}):
             return True
-        if any(storage.cdata == _storage_of(tensor) for storage in self._given):
-            return True
-        return any(_is_state(tensor, state) for state in self._states)
+        return _is_in(self._given, tensor) or any(_is_state(tensor, state) for state in self._states)
 
 
 # Nodes of autograd's graph that only move or cast values.
@@ -509,8 +507,10 @@ def _is_state(given: Tensor, state: Tensor) -> bool:
     return bool(((given == state) | (given == 0)).all() and given.any())
 
 
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _is_in(storages: Sequence[StorageWeakRef], tensor: Tensor) -> bool:
+    """Whether a tensor has one of these memories. A weak reference keeps its address from other memory."""
+    own = tensor.untyped_storage()._cdata
+    return any(each.cdata == own for each in storages)
 
 
 def _is_plain(tensor: Tensor) -> bool:

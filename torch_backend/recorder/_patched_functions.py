@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from crossframe.replacing import replacing, subclasses_of
-from torch_backend.recorder._contexts import in_backward
+from torch_backend.recorder._contexts import in_backward, watching_checkpoints
 from torch_backend.recorder._local_grads import gradients_returned
 from torch_backend.recorder._module_hooks import hooks_left_out
 
@@ -80,6 +80,7 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(hooks_left_out())
+        stack.enter_context(watching_checkpoints())
         stack.enter_context(replacing(torch.autograd, "backward", _backward(torch.autograd.backward, listener)))
         run = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
         stack.enter_context(replacing(torch.autograd, "_engine_run_backward", _run_backward(run, listener)))

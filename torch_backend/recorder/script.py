@@ -43,7 +43,7 @@ from crossframe.recording.manifest import MANIFEST_NAME
 from crossframe.replacing import replacing
 from crossframe.scripts import RunAgainError, run_again_file, run_script
 from torch_backend.ranks._collectives import default_process_group
-from torch_backend.recorder._contexts import in_backward, in_transform
+from torch_backend.recorder._contexts import in_backward, in_transform, is_differentiated, watching_checkpoints
 from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import models_together, modules_beside, whole_of
@@ -147,6 +147,7 @@ class ScriptRecorder:
                 stack.callback(register_optimizer_step_post_hook(self._steps).remove)
             processes = recorded_processes(self._starting, self._ended, self._whole_run.close)
             stack.enter_context(processes)
+            stack.enter_context(watching_checkpoints())
             stack.enter_context(self._until_found)
             if not self._forward_only:
                 stack.enter_context(pipelines(self._schedule, self._losses.extend))
@@ -241,7 +242,7 @@ class ScriptRecorder:
 
     def _looking(self, own: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            trains = torch.is_grad_enabled() and not in_backward() and not in_transform()
+            trains = is_differentiated() and not in_backward() and not in_transform()
             if self._recorder is None and not self._depth and (trains or self._forward_only):
                 self._consider(module)
                 self._called.add(module)
@@ -277,7 +278,7 @@ class ScriptRecorder:
 
     @_disable_dynamo
     def _look_before_compiled(self) -> None:
-        if torch.is_grad_enabled() and not (self._depth or self._stepping or in_backward() or in_transform()):
+        if is_differentiated() and not (self._depth or self._stepping or in_backward() or in_transform()):
             self._consider()
 
     def _beginning_backward(self, own: Any) -> Any:

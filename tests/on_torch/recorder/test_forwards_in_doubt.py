@@ -328,3 +328,22 @@ def test_losses_of_gradients_that_the_script_combines_need_not_agree(recorded):
     found = compare(returned, mistake)
     assert found.verdict is Verdict.BUG and found.first_divergence is not None
     assert found.first_divergence.phase in ("forward", "reduce")
+
+
+TWO_OPTIMIZERS = """
+first, last = (torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 3))
+for _ in range(3):
+    x, y = draw()
+    x.requires_grad_()
+    cross_entropy(model(x), y).backward()
+    cross_entropy(model((x + 0.1 * x.grad.sign()).detach()), y).backward()
+    first.step()
+    last.step()
+    model.zero_grad()
+"""
+
+
+def test_optimizers_that_step_after_an_attack_take_no_turns(recorded):
+    found = recorded(TWO_OPTIMIZERS)
+    assert [found.num_losses(step, 0) for step in range(3)] == [2, 2, 2]
+    assert not any(found.backwards(step, 0) for step in range(3))

@@ -396,3 +396,30 @@ def test_only_modules_without_parameters_are_called(run, tmp_path):
     assert run(PAST_MODULES) == 0
     found = Recording.open(tmp_path / "out")
     assert found.num_steps == 3 and set(found.manifest.params) == {"weight"}
+
+
+PARTS = """
+from torch.utils.checkpoint import checkpoint
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)
+model = Parts()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for xs in torch.randn(3, 2, 5, 4).requires_grad_():
+    for x in xs:
+        hidden = checkpoint(model.first, x, use_reentrant=True) if "--again" in sys.argv else model.first(x)
+        model.second(hidden).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_part_that_backward_runs_again_is_recorded_once(run, tmp_path):
+    """Reentrant checkpointing runs it without autograd history first."""
+    plain, again = (tmp_path / name for name in ("plain", "again"))
+    assert run(PARTS, directory=str(plain)) == 0 and run(PARTS, "--again", directory=str(again)) == 0
+    plain, again = Recording.open(plain), Recording.open(again)
+    assert [len(again.batch(step, 0).sample_ids) for step in range(3)] == [10, 10, 10]
+    assert again.activations(0) == plain.activations(0)
+    assert compare(plain, again).verdict is Verdict.EQUAL
