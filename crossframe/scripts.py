@@ -59,14 +59,28 @@ def run_script(recorder: ScriptRecorder, words: Sequence[str]) -> int:
     """Run a script or module as `python WORDS` would, and record it; returns its exit status, or NOT_RECORDED.
 
     Args:
+        words: of `program_of`.
+    """
+    return run_recorded(recorder, program_of(words))
+
+
+def program_of(words: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    """What runs a script or module as `python WORDS` would. Its sys.argv and sys.path are those of this process from now on.
+
+    Args:
         words: `SCRIPT ARGUMENTS`, or `-m MODULE ARGUMENTS`.
+
+    Raises:
+        UsageError: there is no such script or module.
     """
     is_module = words[0] == "-m"
     script, *arguments = words[is_module:]
     file = str(module_file(script)) if is_module else script
+    if not Path(file).is_file():
+        raise UsageError(f"expected a script, but {file} is no file")
     sys.argv = [file, *arguments]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
-    return run_recorded(recorder, partial(run_as_main, file, script if is_module else None))
+    return partial(run_as_main, file, script if is_module else None)
 
 
 def module_file(name: str) -> Path:
@@ -150,7 +164,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace if outer is None else outer.tb_next
 
 
-def _print_from_script_on() -> None:
+def print_from_script_on() -> None:
     """Let the hook that prints an uncaught error show it as `python SCRIPT` would."""
     own = sys.excepthook
 
@@ -211,5 +225,5 @@ def main(run: Callable[..., int]) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         raise
     except BaseException:
-        _print_from_script_on()
+        print_from_script_on()
         raise

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ ENVIRONMENT = {"PYTHONPATH": str(CODE), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS":
 TIMEOUT = 3000
 """Seconds that a command may take."""
 _INSTALLED = ".installed"
+_PLACES = re.compile(r"(?<![\w.-])/[^\s\"]*/(?=site-packages/|bin/python|[\w.-]+-[0-9a-f]{12}/)")
 
 
 def make_virtual_environment(name: str, requirements: Path, cache: Path, console: Console) -> str:
@@ -84,3 +86,8 @@ def checked(command: Sequence[str], environment: Mapping[str, str] | None = None
     status, text = run(command, environment)
     if status:
         raise UsageError(f"{' '.join(command)}: exit status {status}\n{text}")
+
+
+def without_places(text: str) -> str:
+    """An output whose paths begin at the repository, the packages or the folder of a cache, wherever these are."""
+    return _PLACES.sub("", text.replace(f"{Path.cwd()}/", ""))

@@ -1,5 +1,5 @@
 """The research commands: parity, train, grid, faults, clean-pairs, goldens, history, kernels, parallelism, untouched, foreign,
-clients, devices, jax-scripts, public-scripts, spec, bench, teach, watching.
+clients, devices, fsdp-scripts, jax-scripts, public-scripts, spec, bench, teach, watching.
 
 Exit status: 0 all is well, 1 a bug, a broken rule or a figure over its limit, 2 wrong use; of `parity` that of `compare`.
 """
@@ -18,6 +18,7 @@ from crossframe.recording.recorded_steps import window_of
 from experiments.cli import clients as clients_cli
 from experiments.cli import devices as devices_cli
 from experiments.cli import foreign as foreign_cli
+from experiments.cli import fsdp_scripts as fsdp_scripts_cli
 from experiments.cli import goldens as goldens_cli
 from experiments.cli import history as history_cli
 from experiments.cli import jax_scripts as jax_scripts_cli
@@ -43,6 +44,7 @@ untouched_cli.add_commands(app)
 devices_cli.add_commands(app)
 foreign_cli.add_commands(app)
 clients_cli.add_commands(app)
+fsdp_scripts_cli.add_commands(app)
 goldens_cli.add_commands(app)
 history_cli.add_commands(app)
 jax_scripts_cli.add_commands(app)

@@ -18,13 +18,12 @@ from rich.console import Console
 
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
-from experiments.environments import CODE, install_packages, run
+from experiments.environments import CODE, install_packages, run, without_places
 from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "clients.json"
-_PLACES = re.compile(r"(?<![\w.-])/[^\s\"]*/(?=site-packages/|bin/python|[\w.-]+-[0-9a-f]{12}/)")
 _COMPARED = re.compile(r"compared: ([\d,]+) quantities")
 
 
@@ -227,8 +226,8 @@ def _said(said: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of an answer, with paths of tracebacks from the repository, the packages or the client's environment on."""
     figures = ("max_relative_loss_difference", "max_relative_parameter_difference", "quantities")
     of_report = {name: said.get(name) for name in figures}
-    reason = _PLACES.sub("", said.get("reason", "").replace(f"{Path.cwd()}/", ""))
-    return {"verdict": said["verdict"], "place": place_of(dict(said)), "reason": reason} | of_report
+    verdict, reason = said["verdict"], without_places(said.get("reason", ""))
+    return {"verdict": verdict, "place": place_of(dict(said)), "reason": reason} | of_report
 
 
 def _text(of: Run) -> str:

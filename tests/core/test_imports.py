@@ -29,11 +29,11 @@ MAY_NOT = {
     "experiments": ("torch.distributed.fsdp", "tests"),
 }
 # What compares with torch's own FSDP imports it, and nothing else does.
-# Scripts of the untouched cases and of the clients stand for code of users, who train with torch's FSDP.
+# Scripts of the untouched cases, of the clients and of fsdp_scripts stand for code of users, who train with torch's FSDP.
 MAY_YET = {
     "torch.distributed.fsdp": (
         *("experiments/spec/", "experiments/bench/", "experiments/parallelism/", "experiments/untouched/scripts/"),
-        "experiments/clients/",
+        *("experiments/clients/", "experiments/fsdp_scripts/"),
     ),
 }
 # JAX's libraries stay at its edges.
@@ -171,7 +171,8 @@ def test_no_private_module_is_unused(package):
     edges = {module: names for module, names in graph().items() if is_of(module, package)}
     reached: set[str] = set()
     # torch has a folder _fully_shard, from which scripts import.
-    new = {module for module in edges if "._" not in module or is_of(module, "torch_backend._fully_shard")}
+    public = ("torch_backend._fully_shard", "torch_backend.__main__")
+    new = {module for module in edges if "._" not in module or any(is_of(module, each) for each in public)}
     while new:
         reached |= new
         new = {name for module in new for name in edges[module] & edges.keys()} - reached

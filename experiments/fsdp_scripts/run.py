@@ -1,0 +1,209 @@
+"""`python -m experiments fsdp-scripts`: runs scripts with torch's FSDP and with torch_backend's, and compares what they write.
+
+The answer of a case's first run is kept: later runs, with corrected code, add theirs next to it.
+"""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from safetensors import safe_open
+
+from experiments.environments import CODE, install_packages, run, without_places
+from experiments.fsdp_scripts.cases import CLOSE, EQUAL, HERE, Script, scripts_of
+
+RESULTS = HERE / "results" / "fsdp_scripts.json"
+_LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+_TORCH, _OURS = "torch", "torch_backend"
+_FAILED, _DIFFERENT = "failed", "different"
+_CLOSE = 2.0**-8
+"""One rounding to bfloat16, as a share of a figure or of the norm of a tensor."""
+
+
+def run_scripts(only: Sequence[str], *, cache: Path, output: Path | None, console: Console) -> int:
+    """Run scripts and write their results; returns the exit status, 0 unless an answer is not as expected.
+
+    Args:
+        only: names of scripts. Empty: all.
+        cache: folder of packages, which are installed where they are missing.
+        output: JSON of results, and beside it Markdown. Results of other scripts that it has are kept.
+    """
+    scripts, target = scripts_of(only), output or RESULTS
+    known = {each["script"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
+    for script in scripts:
+        folder = Path(tempfile.mkdtemp(prefix="fsdp-scripts-"))
+        try:
+            found = run_one(script, cache, folder, console)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        known[script.name] = with_first_answers(found, known.get(script.name))
+        rows = [known[name] for name in sorted(known)]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(rows, indent=1) + "\n")
+        target.with_suffix(".md").write_text(f"{summary_of(rows)}\n{table_of(rows)}")
+    rows = [known[script.name] for script in scripts]
+    console.print(table_of(rows), markup=False)
+    return int(not all(case["right"] for row in rows for case in row["cases"]))
+
+
+def run_one(script: Script, cache: Path, folder: Path, console: Console) -> dict[str, Any]:
+    """Run all cases of a script under both implementations, and compare."""
+    environment = {}
+    if script.requirements is not None:
+        packages = install_packages(script.name, script.requirements, cache, console)
+        environment["PYTHONPATH"] = f"{CODE}:{packages}"
+    cases = []
+
+    def trained(fsdp: str, options: str, ranks: int) -> tuple[Path, str]:
+        """(folder of what the script wrote, why it failed or "")."""
+        out = folder / str(len(list(folder.iterdir())))
+        out.mkdir()
+        words = [str(script.folder / "train.py"), str(out), *options.split()]
+        replaced = [str(HERE / "ours_alone.py")] if fsdp == _OURS else []
+        status, text = run([sys.executable, *_LAUNCH, str(ranks), *replaced, *words], environment, out, most=6000)
+        return out, (text or f"exit status {status}") if status else ""
+
+    def judge(case: str, expected: str, a: tuple[Path, str], b: tuple[Path, str]) -> None:
+        said = compared(a, b)
+        right = said["verdict"] == EQUAL or (expected == CLOSE and said["verdict"] == CLOSE)
+        cases.append({"case": case, "expected": expected, "said": said, "right": right})
+        console.print(f"{script.name}: {case}: {_answer(cases[-1])}", markup=False)
+
+    for each in script.runs:
+        name = f"`{each.options}` on {each.ranks}"
+        results = [trained(fsdp, each.options, each.ranks) for fsdp in (_TORCH, _OURS)]
+        judge(name, each.expected, *results)
+    for each in script.resumes:
+        saved = {fsdp: trained(fsdp, each.first, each.ranks) for fsdp in (_TORCH, _OURS)}
+        ends = {}
+        for begins, goes_on in ((_TORCH, _TORCH), (_OURS, _OURS), (_TORCH, _OURS), (_OURS, _TORCH)):
+            at, failed = saved[begins]
+            options = each.second.replace("{first}", str(at))
+            ends[begins, goes_on] = (at, failed) if failed else trained(goes_on, options, each.ranks)
+            if (begins, goes_on) != (_TORCH, _TORCH):
+                name = f"`{each.second}` on {each.ranks}: saved by {begins}, resumed by {goes_on}"
+                judge(name, each.expected, ends[_TORCH, _TORCH], ends[begins, goes_on])
+    return {"script": script.name, "what": script.what, "release": script.release, "api": script.api, "cases": cases}
+
+
+def compared(a: tuple[Path, str], b: tuple[Path, str]) -> dict[str, Any]:
+    """The verdict on two runs, (folder, why it failed), and how many values were compared.
+
+    EQUAL: all figures and tensors are, in every bit, with their names, dtypes and shapes. CLOSE: none differs by more than what
+    `_CLOSE` says. The largest difference is stated.
+    """
+    if a[1] or b[1]:
+        where = "under torch's FSDP too: " * bool(a[1])
+        return {"verdict": _FAILED, "reason": where + without_places(a[1] or b[1]), "values": 0}
+    left, right = (dict(_values_in(each)) for each, _ in (a, b))
+    if not left:
+        return {"verdict": _FAILED, "reason": "the script has written nothing to compare", "values": 0}
+    lacking = sorted(left.keys() ^ right.keys())
+    if lacking:
+        which = "torch_backend" if lacking[0] in right else "torch"
+        return {"verdict": _DIFFERENT, "reason": f"{lacking[0]} is written under {which} alone", "values": len(left)}
+    gaps = {name: gap for name in left if (gap := _gap(left[name], right[name])) is not None}
+    if not gaps:
+        return {"verdict": EQUAL, "reason": "", "values": len(left)}
+    largest = max(gaps, key=gaps.__getitem__)
+    reason = (
+        f"{len(gaps)} of {len(left)} values differ, {largest} most: {_shown(left[largest])}, {_shown(right[largest])}"
+    )
+    verdict = CLOSE if gaps[largest] <= _CLOSE else _DIFFERENT
+    return {"verdict": verdict, "reason": reason, "values": len(left), "largest": min(gaps[largest], 1e9)}
+
+
+def _values_in(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all figures and tensors that a script has written."""
+    for path in sorted(folder.glob("*.json")):
+        yield from _leaves(path.name, json.loads(path.read_text()))
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # which is no dict
+                yield f"{path.name} {name}", file.get_tensor(name)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _leaves(f"{name} {key}", each)
+    else:
+        yield name, value
+
+
+def _gap(a: Any, b: Any) -> float | None:
+    """The difference of two figures or tensors as a share of the first one. None: equal bits; infinite: of another kind."""
+    import torch
+
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return math.inf
+        if torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)):
+            return None
+        return float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-300))
+    if type(a) is float and type(b) is float:
+        if np.float64(a).tobytes() == np.float64(b).tobytes():
+            return None
+        return abs(a - b) / max(abs(a), 1e-300) if math.isfinite(a) and math.isfinite(b) else math.inf
+    return None if type(a) is type(b) and a == b else math.inf
+
+
+def _shown(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value)[:60]
+
+
+def with_first_answers(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Results of a script, in which each case has the answer that it got first.
+
+    Args:
+        known: earlier results of the script.
+    """
+    first = {each["case"]: each["first"] for each in known["cases"]} if known else {}
+    return {**found, "cases": [{**each, "first": first.get(each["case"], each["said"])} for each in found["cases"]]}
+
+
+def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each script: its cases, and how many are equal in every bit, at first and now."""
+    lines = ["| script | API | cases | equal, first | equal | close | failed |", "|---|---|---|---|---|---|---|"]
+    totals = [0] * 5
+    for row in rows:
+        verdicts = [case["said"]["verdict"] for case in row["cases"]]
+        first = sum(case["first"]["verdict"] == EQUAL for case in row["cases"])
+        counts = [len(verdicts), first, *(verdicts.count(each) for each in (EQUAL, CLOSE, _FAILED))]
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        lines.append(f"| {row['script']}: {row['release']} | {row['api']} | {' | '.join(map(str, counts))} |")
+    lines.append(f"| all | | {' | '.join(map(str, totals))} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A row for each case, and the reasons of answers that are not as expected."""
+    lines = ["| script | case | expected | first answer | answer |", "|---|---|---|---|---|"]
+    notes = []
+    for row in rows:
+        for case in row["cases"]:
+            cells = [row["script"], case["case"], case["expected"], _text(case["first"]), _text(case["said"])]
+            lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
+            if not case["right"]:
+                notes.append(f"- {row['script']}, {case['case']}: {' '.join(case['said']['reason'].split())}")
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def _answer(case: Mapping[str, Any]) -> str:
+    return _text(case["said"]) if case["right"] else f"{_text(case['said'])}: {case['said']['reason'][-600:]}"
+
+
+def _text(said: Mapping[str, Any]) -> str:
+    if said["verdict"] == EQUAL:
+        return f"equal, {said['values']:,} values"
+    return f"{said['verdict']}, by {said['largest']:.1e}" if "largest" in said else said["verdict"]

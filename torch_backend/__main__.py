@@ -1,0 +1,40 @@
+"""`python -m torch_backend train.py ...` runs a script with the FSDP of this package instead of torch's.
+
+Under torchrun: `torchrun --nproc-per-node 2 -m torch_backend train.py ...`. A module: `python -m torch_backend -m package.train`.
+The script stays unchanged: see `replace_torch_fsdp`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from crossframe.errors import UsageError
+from crossframe.scripts import print_from_script_on, program_of
+from torch_backend.replace_torch_fsdp import replace_torch_fsdp
+
+_USAGE = "usage: python -m torch_backend SCRIPT [ARGUMENTS]\n       python -m torch_backend -m MODULE [ARGUMENTS]"
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a script or module, whose errors Python prints as those of the script alone.
+
+    Args:
+        words: `SCRIPT ARGUMENTS`, or `-m MODULE ARGUMENTS`.
+    """
+    if not words or words[0] in ("-h", "--help") or list(words) == ["-m"]:
+        sys.exit(f"{_USAGE}\n\nRuns a script with the FSDP of torch_backend instead of torch's.")
+    try:
+        run = program_of(words)
+    except UsageError as error:
+        sys.exit(f"torch_backend: {error}\n{_USAGE}")
+    replace_torch_fsdp()
+    try:
+        run()
+    except SystemExit:
+        raise
+    except BaseException:
+        print_from_script_on()
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
