@@ -15,6 +15,8 @@ from crossframe.errors import UsageError
 
 CODE = Path(__file__).parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(CODE), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+OURS_ALONE = CODE / "experiments" / "fsdp_scripts" / "ours_alone.py"
+"""`OURS_ALONE SCRIPT ARGUMENTS` runs a script with torch_backend instead of torch's FSDP, which then may not be used."""
 TIMEOUT = 3000
 """Seconds that a command may take."""
 _INSTALLED = ".installed"

@@ -17,7 +17,7 @@ def public_scripts(
     repositories: Annotated[Path, typer.Argument(help="Folder with a clone of each repository, called owner+name")],
     only: Annotated[list[str] | None, typer.Option(help="Only this case. May be repeated. Default: all")] = None,
     name: Annotated[
-        str, typer.Option("--set", help="first, second, third, fourth, fifth, sixth, seventh or eighth")
+        str, typer.Option("--set", help="first, second, third, fourth, fifth, sixth, seventh, eighth or ninth")
     ] = "first",
     cache: Annotated[Path, typer.Option(help="Folder for packages that the scripts need")] = Path("runs/public"),
     output: Annotated[Path | None, typer.Option(help="JSON file, and beside it Markdown. Default: results/")] = None,

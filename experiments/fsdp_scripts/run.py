@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from safetensors import safe_open
 
-from experiments.environments import CODE, install_packages, run, without_places
+from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
 from experiments.fsdp_scripts.cases import CLOSE, EQUAL, HERE, Script, scripts_of
 
 RESULTS = HERE / "results" / "fsdp_scripts.json"
@@ -66,7 +66,7 @@ def run_one(script: Script, cache: Path, folder: Path, console: Console) -> dict
         out = folder / str(len(list(folder.iterdir())))
         out.mkdir()
         words = [str(script.folder / "train.py"), str(out), *options.split()]
-        replaced = [str(HERE / "ours_alone.py")] if fsdp == _OURS else []
+        replaced = [str(OURS_ALONE)] if fsdp == _OURS else []
         status, text = run([sys.executable, *_LAUNCH, str(ranks), *replaced, *words], environment, out, most=6000)
         return out, (text or f"exit status {status}") if status else ""
 

@@ -30,10 +30,17 @@ def clone(tmp_path):
     (folder / "scripts" / "ranks.py").write_text(
         "import os\nprint(f\"of {os.environ['WORLD_SIZE']} ranks, {os.environ.get('WORD', '')!r}\\n\", end='')\n"
     )
-    for command in (["init", "--quiet"], ["add", "."]):
+    subprocess.run(["git", "-C", folder, "init", "--quiet"], check=True)
+    return _committed(folder)
+
+
+def _committed(folder):
+    """Commit all files of a repository; returns the commit."""
+    for command in (
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "one"],
+    ):
         subprocess.run(["git", "-C", folder, *command], check=True)
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "-C", folder, *who, "commit", "--quiet", "--message", "one"], check=True)
     return subprocess.run(
         ["git", "-C", folder, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -91,6 +98,14 @@ def test_answers_are_judged(tmp_path, monkeypatch, steps, runs, verdicts, wrong)
     assert ("(wrong)" in table_of([row])) is bool(wrong)
 
 
+@pytest.mark.parametrize(("replaced", "wrong"), [(False, []), (True, ["the pair (other) is rounding"])])
+def test_a_run_with_another_fsdp_must_be_equal(tmp_path, monkeypatch, replaced, wrong):
+    monkeypatch.setattr(subject.Recording, "open", lambda path: type("Found", (), {"num_steps": 2}))
+    script = Script("one", "owner/name", "", "a.py", steps=2, pairs=(Pair("other", replaced=replaced),))
+    said = [{"verdict": each} for each in ("equal", "rounding")]
+    assert judge(_Said(script, [(0, "")] * 4, said, tmp_path))["wrong"] == wrong
+
+
 _DDP = """
 import torch
 import torch.distributed as dist
@@ -119,12 +134,7 @@ def ddp_clone(tmp_path, clone):
     """(clones, commit) of a repository whose script trains on as many ranks as torchrun starts."""
     folder = tmp_path / "clones" / "owner+name"
     (folder / "scripts" / "ddp.py").write_text(_DDP)
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["add", "."], [*who, "commit", "--quiet", "--message", "two"]):
-        subprocess.run(["git", "-C", folder, *command], check=True)
-    return subprocess.run(
-        ["git", "-C", folder, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return _committed(folder)
 
 
 def test_pairs_run_on_their_own_ranks_and_environment(tmp_path, clone):
@@ -132,6 +142,16 @@ def test_pairs_run_on_their_own_ranks_and_environment(tmp_path, clone):
     work = Work(script, tmp_path / "clones", tmp_path, tmp_path / "work")
     found = work.run("pair", (), pair=Pair("three ranks", ranks=3, environment={"WORD": "here"}))
     assert found[0] == 0 and found[1].count("of 3 ranks, 'here'") == 3, found
+
+
+def test_torch_backend_stands_for_fsdp_in_a_pair(tmp_path, clone):
+    (tmp_path / "clones" / "owner+name" / "scripts" / "fsdp.py").write_text(
+        "from torch.distributed.fsdp import fully_shard\nprint(fully_shard.__module__)\n"
+    )
+    script = Script("fsdp", "owner/name", _committed(tmp_path / "clones" / "owner+name"), "scripts/fsdp.py")
+    work = Work(script, tmp_path / "clones", tmp_path, tmp_path / "work")
+    assert work.run("as it is", ())[1] == "torch.distributed.fsdp\n"
+    assert work.run("pair", (), pair=Pair("crossframe's FSDP", replaced=True))[1] == "torch_backend.fully_shard\n"
 
 
 @pytest.mark.exhaustive
