@@ -37,4 +37,6 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, which `python SCRIPT` has not
     main(sys.argv[1:])

@@ -210,7 +210,8 @@ class _Hooks:
         self._unit.free_before_edit()
 
     def adopt(self, inner: nn.Module, _: Any) -> None:
-        """A state dict has been loaded."""
+        """A state dict has been loaded, into one of the unit's modules."""
         make_real(self._unit)
         for bucket in self._unit.buckets:
-            bucket.registrar.adopt_loaded()
+            if not bucket.store.buffer.is_meta:  # else other parameters have still to be loaded
+                bucket.registrar.adopt_loaded()

@@ -18,4 +18,5 @@ FullyShardedDataParallel.__init__ = partial(_refuse, "FullyShardedDataParallel")
 FSDPState.__init__ = partial(_refuse, "fully_shard")
 
 if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file
     main(sys.argv[1:])

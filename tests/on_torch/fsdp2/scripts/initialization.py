@@ -104,6 +104,24 @@ def from_meta_by_assignment(side):
     return [list(result), [type(p).__name__ for p in model.parameters()], look(model), trained(side, model)]
 
 
+@scenario()
+def from_meta_by_assignment_to_a_list(side):
+    """A unit of several modules is loaded one module at a time, and so may be a model."""
+    with torch.device("meta"):
+        model = linears(4, 6, 5)
+    side.fully_shard([model[0], model[1]])
+    side.fully_shard(model)
+    given = {name: _real(own, i) for i, (name, own) in enumerate(model.state_dict().items())}
+    at_once = [list(model.load_state_dict(given, assign=True)), trained_linears(side, model)]
+    with torch.device("meta"):
+        model = linears(4, 6, 5)
+    side.fully_shard(model)
+    for part in ("0.", "1."):
+        own = {name: value for name, value in given.items() if name.startswith(part)}
+        model.load_state_dict(own, assign=True, strict=False)
+    return [at_once, trained_linears(side, model)]
+
+
 @refusal()
 def a_forward_on_meta(side):
     with torch.device("meta"):
