@@ -34,6 +34,7 @@ _REPLACEMENTS = {
     ),
     f"{_FSDP}.sharded_grad_scaler": (ShardedGradScaler,),
 }
+_PIPELINING = "torch.distributed.pipelining"
 # Modules of internals from which libraries import the classes.
 _REEXPORTS = (f"{_FSDP}._fully_shard",)
 # Modules that access the internals of torch's FSDP, which models of this package lack.
@@ -42,7 +43,7 @@ _UNCHANGED = (
     "torch._dynamo.",
     "torch.distributed._composable.replicate",
     "torch.distributed._tools.",
-    "torch.distributed.pipelining.",
+    f"{_PIPELINING}.",
     "torch_backend",
 )
 _CHECKPOINT = "torch.distributed.checkpoint.state_dict"
@@ -90,10 +91,9 @@ def replace_torch_fsdp() -> Replacement:
     """Replace torch's FSDP by this package in all modules of this process that imported it or will import it.
 
     Call it once, before models are sharded. Replaces FullyShardedDataParallel, fully_shard, FSDPModule, UnshardHandle,
-    register_fsdp_forward_method, share_comm_ctx and ShardedGradScaler. Enums, policies and dataclasses (StateDictType,
-    MixedPrecision ...) stay torch's, which this package accepts. Do not use models that torch's FSDP sharded at the same time.
-    torch.distributed.pipelining is not changed because it uses internals of torch's FSDP2. Processes that
-    torch.multiprocessing.spawn starts from now on replace the names too.
+    register_fsdp_forward_method, share_comm_ctx, ShardedGradScaler and torch.distributed.pipelining's PipelineStage. Enums,
+    policies and dataclasses (StateDictType, MixedPrecision ...) stay torch's, which this package accepts. Do not use models that
+    torch's FSDP sharded at the same time. Processes that torch.multiprocessing.spawn starts from now on replace the names too.
 
     Returns:
         A handle whose `remove()` restores torch's names; also a context manager.
@@ -109,6 +109,8 @@ def replace_torch_fsdp() -> Replacement:
         for module, entries in _REPLACEMENTS.items()
         for entry in entries
     }
+    stage = import_module(_PIPELINING).PipelineStage  # imported here, since it takes half a second
+    ours[id(stage)] = import_module("torch_backend.pipelining").PipelineStage
     checkpoint = import_module(_CHECKPOINT)
     replaced = [
         (names, name, value)

@@ -5,7 +5,7 @@ from torch.distributed import pipelining
 
 from crossframe.errors import UnsupportedError
 from tests.on_torch.helpers.fsdp2_models import linears
-from torch_backend import fully_shard
+from torch_backend import fully_shard, replace_torch_fsdp
 from torch_backend.pipelining import PipelineStage
 
 
@@ -22,3 +22,9 @@ def _cut_backward(rank: int, world_size: int) -> str:
 
 def test_schedules_that_cut_backwards_in_two_raise(ranks):
     assert "Schedule1F1B" in ranks.run(1, _cut_backward)[0]
+
+
+def test_scripts_that_import_torchs_stage_get_this_one():
+    with replace_torch_fsdp():
+        assert pipelining.PipelineStage is PipelineStage
+    assert pipelining.PipelineStage is PipelineStage.__base__
