@@ -11,7 +11,10 @@ from crossframe.errors import UsageError
 from crossframe.scripts import print_from_script_on, program_of
 from torch_backend.replace_torch_fsdp import replace_torch_fsdp
 
-_USAGE = "usage: python -m torch_backend SCRIPT [ARGUMENTS]\n       python -m torch_backend -m MODULE [ARGUMENTS]"
+_USAGE = """usage: python -m torch_backend SCRIPT [ARGUMENTS]
+       python -m torch_backend -m MODULE [ARGUMENTS]
+
+Runs a script with the FSDP of torch_backend instead of torch's, also under torchrun: torchrun -m torch_backend SCRIPT"""
 
 
 def main(words: Sequence[str]) -> None:
@@ -20,12 +23,15 @@ def main(words: Sequence[str]) -> None:
     Args:
         words: `SCRIPT ARGUMENTS`, or `-m MODULE ARGUMENTS`.
     """
-    if not words or words[0] in ("-h", "--help") or list(words) == ["-m"]:
-        sys.exit(f"{_USAGE}\n\nRuns a script with the FSDP of torch_backend instead of torch's.")
+    if list(words[:1]) in (["-h"], ["--help"]):
+        print(_USAGE)
+        sys.exit()
+    if not words or list(words) == ["-m"]:
+        sys.exit(f"torch_backend: expected a script or module\n{_USAGE}")
     try:
         run = program_of(words)
     except UsageError as error:
-        sys.exit(f"torch_backend: {error}\n{_USAGE}")
+        sys.exit(f"torch_backend: {error}")
     replace_torch_fsdp()
     try:
         run()

@@ -53,6 +53,18 @@ def test_signs_of_zeros_and_nans_are_bits(written):
     assert compared(written("c", weight=nan), written("d", weight=nan.clone()))["verdict"] == "equal"
 
 
+def test_state_that_torch_has_overwritten_is_told_apart(written):
+    (torchs, _), (ours, _), (others, _) = (written(name) for name in ("torch", "ours", "others"))
+    states = {"exp_avg/w": WEIGHT.clone(), "exp_avg_sq/w": WEIGHT**2, "step/w": torch.tensor(1.0)}
+    save_file(states, ours / "optimizer.safetensors")
+    save_file(states | {"exp_avg/w": WEIGHT**2, "step/w": torch.tensor(1.0)}, torchs / "optimizer.safetensors")
+    said = compared((torchs, ""), (ours, ""))
+    assert said["verdict"] == "torch errs" and said["reason"].startswith("1 values read as another state")
+    save_file(states | {"step/w": torch.tensor(2.0)}, others / "optimizer.safetensors")
+    said = compared((torchs, ""), (others, ""))
+    assert said["verdict"] == "different" and said["reason"].startswith("1 of 7 values differ")
+
+
 def test_a_run_that_failed_states_under_which_fsdp(written):
     right = written("right")
     assert compared(right, (right[0], "no rank"))["reason"] == "no rank"

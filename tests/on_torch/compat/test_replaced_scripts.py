@@ -60,7 +60,8 @@ def test_a_script_that_spawns_its_ranks_trains_to_equal_bits(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "usage: python -m torch_backend SCRIPT"),
+        ((), "torch_backend: expected a script or module\nusage: python -m torch_backend SCRIPT"),
+        (("-m",), "torch_backend: expected a script or module"),
         (("none.py",), "torch_backend: expected a script, but none.py is no file"),
         (("-m", "none"), "torch_backend: expected a module that `python -m none` would run"),
     ],
