@@ -34,6 +34,8 @@ __all__ = [
 
 Kwargs = dict[str, Any]
 
+_TORCH = "torch.distributed.fsdp.wrap"
+
 
 class ModuleWrapPolicy:
     """Wraps all modules of these classes with the arguments of the root. Can also be called as a policy function.
@@ -96,6 +98,14 @@ class CustomPolicy:
         if not answer:
             return None
         return {} if answer is True else dict(answer)  # type: ignore[arg-type]
+
+
+def own_policy(policy: Any) -> Any:
+    """A policy of torch.distributed.fsdp.wrap as one of this module; any other policy as it is."""
+    name = f"{type(policy).__module__}.{type(policy).__name__}"
+    if name == f"{_TORCH}.CustomPolicy":
+        return CustomPolicy(policy._lambda_fn)
+    return ModuleWrapPolicy(policy._module_classes) if name == f"{_TORCH}.ModuleWrapPolicy" else policy
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:

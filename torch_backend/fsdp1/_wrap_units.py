@@ -17,7 +17,7 @@ from crossframe.unit_assignment import Slot, UnitSpec, assign_units
 from torch_backend.compat._dtypes import dtype_name
 from torch_backend.modules._ignored import Ignored, IsUnit
 from torch_backend.modules._nested_tensors import cast_floating, tensors_in
-from torch_backend.wrap import CustomPolicy, Kwargs, ModuleWrapPolicy, name_of
+from torch_backend.wrap import CustomPolicy, Kwargs, ModuleWrapPolicy, name_of, own_policy
 
 # How many classes of a model a warning names.
 _NUM_NAMED = 6
@@ -102,6 +102,7 @@ def units_to_wrap(
         UserWarning: modules of `mixed_precision_ignores` become units; a ModuleWrapPolicy whose classes no module has; or, with a
         policy object, a unit with original parameters has trained and frozen ones.
     """
+    policy = own_policy(policy)
     _check_not_wrapped(root, is_wrapped)
     mixed = root_kwargs.get("mixed_precision") is not None
     kept = tuple(mixed_precision_ignores) if mixed else ()
@@ -282,7 +283,7 @@ def _check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool])
 def _check_signature(policy: Any) -> None:
     """Raise UsageError unless this is callable with the arguments of a policy function."""
     how = (
-        "expected a ModuleWrapPolicy, a CustomPolicy (both of torch_backend.wrap), or a function of (module, recurse, "
+        "expected a ModuleWrapPolicy, a CustomPolicy, or a function of (module, recurse, "
         "nonwrapped_numel); bind further arguments by functools.partial"
     )
     if not callable(policy) or isinstance(policy, type | nn.Module):
