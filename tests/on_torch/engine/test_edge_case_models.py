@@ -577,3 +577,21 @@ def _overlap(rank, world_size, mode):
 def test_R14_a_forward_without_backward_does_not_keep_the_next_from_freeing(ranks, mode):
     freed_and_reduced = [(kind, unit) for unit in ("w", "v", "u", "") for kind in ("free", "reduce_scatter")]
     assert ranks.run(2, _overlap, mode)[0] == freed_and_reduced
+
+
+def _judging(model):
+    """A discriminator: trained, frozen while a generator learns from it, with its gradients still there, and trained again."""
+    square(model).backward()
+    model.requires_grad_(False)
+    x = torch.ones(2, 4, dtype=torch.float64).requires_grad_()
+    model(x).square().sum().backward()
+    assert x.grad is not None and x.grad.any()
+    model.requires_grad_(True)
+    model.zero_grad()
+    return square(model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_R11_gradients_that_outlast_a_frozen_pass_are_cleared(ranks, mode):
+    """torch's FSDP1 adds them to the next ones, if the unit has one flat parameter."""
+    ranks.run(2, assert_grads, mode, Chain, _judging)
