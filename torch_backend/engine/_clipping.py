@@ -79,7 +79,8 @@ def clip_grad_norm(units: Sequence[Unit], params: Sequence[nn.Parameter], max_no
     coefficient = torch.clamp(bound / (norm + EPSILON), max=1.0)
     for grad in scaled:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
-    returned = [torch_dtype(name) for name in names]
+    # A script may have replaced gradients by wider ones.
+    returned = [*map(torch_dtype, names), *(grad.dtype for grad in scaled)]
     for other in returned[1:]:
         returned[0] = torch.promote_types(returned[0], other)
     return norm.to(returned[0]) if returned else norm

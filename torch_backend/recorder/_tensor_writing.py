@@ -22,7 +22,7 @@ from crossframe.recording.event_format import (
     UPDATE,
 )
 from crossframe.recording.module_calls import called_module
-from torch_backend.compat._dtypes import as_real, to_numpy
+from torch_backend.compat._dtypes import as_real, to_numpy, torch_dtype
 from torch_backend.recorder._model_ranks import Others, full
 from torch_backend.recorder._model_view import Held, ModelView
 from torch_backend.recorder._module_hooks import Watch
@@ -174,7 +174,7 @@ class Keeper:
                 state = _complete(each, {k: v for k, v in state.items() if k == COUNT or _is_like(each.param, v)})
                 if COUNT in state:
                     counts[each.name] = float(state[COUNT])
-                alike = {"": each.param} | {k: value for k, value in state.items() if k != COUNT}
+                alike = {"": self._stored(each)} | {k: value for k, value in state.items() if k != COUNT}
                 here = {slot: each.of(value) for slot, value in alike.items()}
                 self._compare(step, each, here)
                 values = self._kept(self._numel(each), list(here.values()), each.start)
@@ -186,6 +186,12 @@ class Keeper:
                 else:
                     writer.updated(step, unit, pieces)
         writer.counts(step, counts)
+
+    def _stored(self, held: Held) -> Tensor:
+        """A parameter in its dtype. A script may update a wider copy, which it rounds before the next forward."""
+        dtype = torch_dtype(self._specs[held.name].dtype)
+        is_copy = held.param.is_floating_point() and held.param.dtype != dtype
+        return held.param.detach().to(dtype) if is_copy else held.param
 
     def _of_replica(self, grads: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Local gradients by unit; none if model ranks have other ones, which the loop may add up before the optimizer steps."""

@@ -49,3 +49,30 @@ def test_bfloat16_is_told_from_a_bug(plain, tmp_path, options):
     halved = compare(plain, train(tmp_path / "halved", perturbed=4, detaches=True, **options))
     assert halved.verdict is Verdict.BUG, halved.reason
     assert halved.first_divergence is not None and halved.first_divergence.phase == "backward"
+
+
+COPIES = """
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+for x in torch.randn(3, 8, 4).bfloat16():
+    model(x).float().square().mean().backward()
+    for param in model.parameters():
+        param.data, param.grad.data = param.data.float(), param.grad.data.float()
+    optimizer.step()
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    optimizer.zero_grad()
+"""
+
+
+def test_wider_copies_that_a_script_updates_are_rounded(run, tmp_path):
+    assert run(COPIES, every=1) == 0
+    found = Recording.open(tmp_path / "out")
+    assert found.num_steps == 3 and found.manifest.dtype == "bfloat16"
+    updated, state = found.full("update", 2, "0.weight"), found.full("state", 2, "0.weight", use="exp_avg")
+    assert _is_rounded(updated) and not _is_rounded(state)
+
+
+def _is_rounded(values):
+    found = torch.from_numpy(values.astype("float32"))
+    return found.equal(found.bfloat16().float())

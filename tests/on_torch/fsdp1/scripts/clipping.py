@@ -46,6 +46,18 @@ def clipping_gradients_that_stay_in_low_precision(side):
     return results
 
 
+@scenario()
+def clipping_copies_that_the_script_made_wider(side):
+    """Parameters in bfloat16, which a script updates in float32 by hand."""
+    model = nested(side).bfloat16()
+    model(inputs(side).bfloat16()).float().square().sum().backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            wide = param.data.float(), param.grad.float()
+            param.data, param.grad = wide
+    return [model.clip_grad_norm_(0.1), grads(model)]
+
+
 @scenario("orig", num_ranks=4)
 def clipping_under_hybrid_sharding(side):
     """The norm counts each of two replicas once."""
