@@ -4,7 +4,9 @@
 outputs, which alias the leaves' storage. Among ready nodes, autograd runs the youngest first. The anchor is older than all nodes
 of the unit's computation, so it runs when the unit's backward is complete and not earlier. This also holds with frozen, detached
 or unused parameters, with integer or in-place inputs, and if ranks use different parameters. A count of accumulated gradients has
-none of these properties.
+none of these properties. The leaves themselves are no inputs of the anchor in the graph. If they were, autograd would wait for
+the anchor before it delivers the gradients of a leaf that is used elsewhere, such as in a part of the unit that the model calls
+again after the unit's forward, and they would come too late for the unit's reduction.
 """
 
 import functools
@@ -30,6 +32,10 @@ def without_grad(hook: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
+_NEEDS_GRADIENT = torch.zeros((), device="cpu", requires_grad=True)
+"""The input of all anchors in the graph, which gets no gradient."""
+
+
 class Use:
     """One use of a unit in an autograd graph, alive as long as the graph of the unit's output. A graph that checkpointing
     recomputes may never run backward."""
@@ -53,7 +59,7 @@ class Owner(Protocol):
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, unit: "weakref.ref[Owner]", use: Use, indices: tuple[int, ...], *leaves: Tensor
+        ctx: Any, unit: "weakref.ref[Owner]", use: Use, indices: tuple[int, ...], leaves: Sequence[Tensor], _: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.use, ctx.indices = unit, weakref.ref(use), indices
         ctx.set_materialize_grads(False)
@@ -66,7 +72,7 @@ class _Anchor(torch.autograd.Function):
         if unit is not None:
             unit.check_double_backward()
             unit.collect(ctx.use(), ctx.indices, grads)
-        return (None,) * (3 + len(grads))
+        return (None,) * 5
 
 
 # `Function.apply` without its pass over all arguments, which serves functorch.
@@ -84,7 +90,7 @@ def anchored(unit: Owner, use: Use, leaves: Sequence[Tensor]) -> list[Tensor]:
     if indices:
         # The node must not keep the unit alive, because the garbage collector cannot see cycles through autograd graphs.
         apply = _Anchor.apply if torch._C._are_functorch_transforms_active() else _apply
-        aliases = apply(weakref.ref(unit), use, indices, *[leaves[i] for i in indices])
+        aliases = apply(weakref.ref(unit), use, indices, [leaves[i] for i in indices], _NEEDS_GRADIENT)
         for i, alias in zip(indices, aliases, strict=True):  # type: ignore[arg-type]
             used[i] = alias
     return used

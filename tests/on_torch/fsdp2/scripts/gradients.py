@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.on_torch.fsdp2.scripts import scenario
+from tests.on_torch.helpers.device import DEVICE
 from tests.on_torch.helpers.fsdp2_models import hybrid_mesh, linears, sharded_net, trained, values
 from tests.on_torch.helpers.models import build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scenarios import EVERY
@@ -176,3 +177,28 @@ def accumulates_before_the_all_reduce(side):
     model.set_requires_gradient_sync(True)  # includes the all-reduce
     loss_of(model, 6, side.rank).backward()
     return [*results, grads(model)]
+
+
+class CalledAgain(nn.Module):
+    """A part of its first unit is called once more after the last one, as the embedding in diffusers' DiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(linears(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + torch.tanh(part(x))
+        return self.last(x * self.parts[0][0](x))
+
+
+@scenario()
+def a_part_is_called_after_the_forward_of_its_unit(side):
+    """Its gradients are reduced with those of its unit."""
+    seed_cpu(0)
+    model = CalledAgain().to(DEVICE)
+    for i, part in enumerate(model.parts):
+        side.fully_shard(part, reshard_after_forward=i > 0)
+    side.fully_shard(model)
+    return trained(side, model, loss=lambda step: model(inputs(side, step, rows=64)).square().sum())
