@@ -20,7 +20,7 @@ from rich.console import Console
 
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.recording.reader import Recording
-from experiments.environments import CODE, OURS_ALONE, install_packages, run
+from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
 from experiments.untouched.run import place_of, said_in
 
 HERE = Path(__file__).parent
@@ -325,7 +325,7 @@ def _found(
     answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "", pairs: Sequence[str] = ()
 ) -> dict[str, Any]:
     said = (
-        " ".join(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", "").split())[-1500:]
+        " ".join(without_places(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", "")).split())[-1500:]
         if wrong
         else ""
     )
