@@ -46,7 +46,9 @@ class Script:
 
     Attributes:
         folder: has `train.py`, and `requirements.txt` if it needs packages next to those of the development environment.
-        what, release, api: of what it uses.
+        what: which library and loop.
+        release: of the library.
+        api: "FSDP1" or "FSDP2".
     """
 
     folder: Path

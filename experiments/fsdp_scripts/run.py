@@ -64,7 +64,7 @@ def run_one(script: Script, cache: Path, folder: Path, console: Console) -> dict
     cases = []
 
     def trained(fsdp: str, options: str, ranks: int) -> tuple[Path, str]:
-        """(folder of what the script wrote, why it failed or "")."""
+        """(the folder that the script wrote to, why it failed or "")."""
         replaced = [str(OURS_ALONE)] if fsdp == _OURS else []
         for _ in range(_TRIES):
             out = folder / str(len(list(folder.iterdir())))
@@ -146,7 +146,7 @@ def _overwritten(values: Mapping[str, Any]) -> set[str]:
 
 
 def _values_in(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all figures and tensors that a script has written."""
+    """All figures and tensors that a script has written, with names."""
     for path in sorted(folder.glob("*.json")):
         yield from _leaves(path.name, json.loads(path.read_text()))
     for path in sorted(folder.glob("*.safetensors")):

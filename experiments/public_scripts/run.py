@@ -324,11 +324,8 @@ def _judge_pairs(work: Work, wrong: list[str]) -> tuple[list[str], str]:
 def _found(
     answer: str, wrong: Sequence[str], message: str = "", again: str = "", mistake: str = "", pairs: Sequence[str] = ()
 ) -> dict[str, Any]:
-    said = (
-        " ".join(without_places(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", "")).split())[-1500:]
-        if wrong
-        else ""
-    )
+    text = without_places(message.replace(f"{CODE}/", "").replace(f"{tempfile.gettempdir()}/", ""))
+    said = " ".join(text.split())[-1500:] if wrong else ""
     found = {"answer": answer, "again": again, "mistake": mistake, "wrong": list(wrong), "message": said}
     return {**found, "pairs": list(pairs)} if pairs else found
 
