@@ -14,9 +14,8 @@ def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"the script trains with torch's own {name}")
 
 
-FullyShardedDataParallel.__init__ = partial(_refuse, "FullyShardedDataParallel")
-FSDPState.__init__ = partial(_refuse, "fully_shard")
-
 if __name__ == "__main__":
+    FullyShardedDataParallel.__init__ = partial(_refuse, "FullyShardedDataParallel")
+    FSDPState.__init__ = partial(_refuse, "fully_shard")
     del sys.path[0]  # the folder of this file
     main(sys.argv[1:])
