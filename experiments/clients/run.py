@@ -3,15 +3,14 @@
 The answer of a case's first comparison is kept: later runs, with corrected code, add theirs next to it.
 """
 
-import json
 import re
 import shutil
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.console import Console
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
 from experiments.environments import CODE, install_packages, run, without_places
+from experiments.results import Results
 from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
 
@@ -122,23 +122,14 @@ def run_clients(only: Sequence[str], *, cache: Path, output: Path | None, consol
         cache: folder of packages, which are installed where they are missing.
         output: JSON of results, and beside it Markdown. Results of other clients that it has are kept.
     """
-    clients, target = clients_of(only), output or RESULTS
-    known = {each["client"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
-    failed = False
+    clients = clients_of(only)
+    results = Results(output or RESULTS, "client", lambda rows: f"{summary_of(rows)}\n{table_of(rows)}")
     for client in clients:
-        folder = Path(tempfile.mkdtemp(prefix="clients-"))
-        try:
-            found = run_client(client, cache, folder, console)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        failed |= any(case["said"]["verdict"] == "failed" for case in found["cases"])
-        known[client.name] = with_first_answers(found, known.get(client.name))
-        rows = [known[name] for name in sorted(known)]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(rows, indent=1) + "\n")
-        target.with_suffix(".md").write_text(f"{summary_of(rows)}\n{table_of(rows)}")
-    console.print(table_of([known[client.name] for client in clients]), markup=False)
-    return int(failed)
+        with TemporaryDirectory(prefix="clients-", ignore_cleanup_errors=True) as folder:
+            results.add(run_client(client, cache, Path(folder), console))
+    rows = results.of(client.name for client in clients)
+    console.print(table_of(rows), markup=False)
+    return int(any(case["said"]["verdict"] == "failed" for row in rows for case in row["cases"]))
 
 
 def run_client(client: Client, cache: Path, folder: Path, console: Console) -> dict[str, Any]:
@@ -237,16 +228,6 @@ def _text(of: Run) -> str:
 def _file_name(of: Run, copy: int) -> str:
     """Verdicts call a recording by it."""
     return re.sub(r"\W+", "_", f"{of.options} {of.ranks} ranks{' again' * copy}").strip("_")
-
-
-def with_first_answers(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Results of a client, in which each case has the answer that it got first.
-
-    Args:
-        known: earlier results of the client.
-    """
-    first = {each["case"]: each["first"] for each in known["cases"]} if known else {}
-    return {**found, "cases": [{**each, "first": first.get(each["case"], each)} for each in found["cases"]]}
 
 
 def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -5,11 +5,10 @@ The answer of a case's first run is kept: later runs, with corrected code, add t
 
 import json
 import math
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from safetensors import safe_open
 
 from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
 from experiments.fsdp_scripts.cases import CLOSE, EQUAL, HERE, Script, scripts_of
+from experiments.results import Results
 
 RESULTS = HERE / "results" / "fsdp_scripts.json"
 _LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -37,20 +37,12 @@ def run_scripts(only: Sequence[str], *, cache: Path, output: Path | None, consol
         cache: folder of packages, which are installed where they are missing.
         output: JSON of results, and beside it Markdown. Results of other scripts that it has are kept.
     """
-    scripts, target = scripts_of(only), output or RESULTS
-    known = {each["script"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
+    scripts = scripts_of(only)
+    results = Results(output or RESULTS, "script", lambda rows: f"{summary_of(rows)}\n{table_of(rows)}")
     for script in scripts:
-        folder = Path(tempfile.mkdtemp(prefix="fsdp-scripts-"))
-        try:
-            found = run_one(script, cache, folder, console)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        known[script.name] = with_first_answers(found, known.get(script.name))
-        rows = [known[name] for name in sorted(known)]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(rows, indent=1) + "\n")
-        target.with_suffix(".md").write_text(f"{summary_of(rows)}\n{table_of(rows)}")
-    rows = [known[script.name] for script in scripts]
+        with TemporaryDirectory(prefix="fsdp-scripts-", ignore_cleanup_errors=True) as folder:
+            results.add(run_one(script, cache, Path(folder), console))
+    rows = results.of(script.name for script in scripts)
     console.print(table_of(rows), markup=False)
     return int(not all(case["right"] for row in rows for case in row["cases"]))
 
@@ -187,23 +179,13 @@ def _shown(value: Any) -> str:
     return str(value)[:60]
 
 
-def with_first_answers(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Results of a script, in which each case has the answer that it got first.
-
-    Args:
-        known: earlier results of the script.
-    """
-    first = {each["case"]: each["first"] for each in known["cases"]} if known else {}
-    return {**found, "cases": [{**each, "first": first.get(each["case"], each["said"])} for each in found["cases"]]}
-
-
 def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
     """A row for each script: its cases, and how many are equal in every bit, at first and now."""
     lines = ["| script | API | cases | equal, first | equal | torch errs | other |", "|---|---|---|---|---|---|---|"]
     totals = [0] * 5
     for row in rows:
         verdicts = [case["said"]["verdict"] for case in row["cases"]]
-        first = sum(case["first"]["verdict"] == EQUAL for case in row["cases"])
+        first = sum(case["first"]["said"]["verdict"] == EQUAL for case in row["cases"])
         equal, errs = (verdicts.count(each) for each in (EQUAL, _TORCH_ERRS))
         counts = [len(verdicts), first, equal, errs, len(verdicts) - equal - errs]
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
@@ -218,7 +200,7 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
     notes = []
     for row in rows:
         for case in row["cases"]:
-            cells = [row["script"], case["case"], case["expected"], _text(case["first"]), _text(case["said"])]
+            cells = [row["script"], case["case"], case["expected"], _text(case["first"]["said"]), _text(case["said"])]
             lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
             if not case["right"]:
                 notes.append(f"- {row['script']}, {case['case']}: {' '.join(case['said']['reason'].split())}")

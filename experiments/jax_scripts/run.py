@@ -3,18 +3,16 @@
 The first answer to each case is kept: later runs, with corrected code, add theirs next to it.
 """
 
-import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from crossframe.errors import CrossframeError, UsageError
 from crossframe.recording.event_format import FORWARD, OUTPUT, REDUCE, UPDATE
 from crossframe.recording.reader import Recording
 from experiments.environments import CODE, ENVIRONMENT, TIMEOUT, run
+from experiments.results import Results
 from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import judge_fault, place_of, said_in
 
@@ -121,27 +120,19 @@ def run_jax_scripts(only: Sequence[str], *, output: Path | None, console: Consol
         only: names of scripts. Empty: all.
         output: JSON of results, and beside it Markdown. Results of other scripts that it has are kept.
     """
-    cases, target = cases_of(), output or RESULTS
+    cases = cases_of()
     if unknown := set(only) - {each.script for each in cases}:
         raise UsageError(f"jax-scripts: expected names of scripts, got {sorted(unknown)}")
-    known = {each["case"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
+    results = Results(output or RESULTS, "case", table_of, [each.name for each in cases])
     chosen = [each for each in cases if not only or each.script in only]
     for case in chosen:
-        folder = Path(tempfile.mkdtemp(prefix="jax-scripts-"))
-        try:
-            found = record_case(case, folder) if isinstance(case, Case) else compare_case(case, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        row = {"case": case.name, "expected": case.expected, **found}
-        known[case.name] = {**row, "first": known.get(case.name, {}).get("first", found)}
+        with TemporaryDirectory(prefix="jax-scripts-", ignore_cleanup_errors=True) as folder:
+            found = record_case(case, Path(folder)) if isinstance(case, Case) else compare_case(case, Path(folder))
+        results.add({"case": case.name, "expected": case.expected, **found})
         console.print(
             f"{case.name}: {found['answer']}, {'right' if found['right'] else 'not as expected'}", markup=False
         )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        rows = [known[each.name] for each in cases if each.name in known]
-        target.write_text(json.dumps(rows, indent=1) + "\n")
-        target.with_suffix(".md").write_text(table_of(rows))
-    return int(not all(known[case.name]["right"] for case in chosen))
+    return int(not all(row["right"] for row in results.of(case.name for case in chosen)))
 
 
 def record_case(case: Case, folder: Path) -> dict[str, Any]:

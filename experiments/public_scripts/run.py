@@ -3,7 +3,6 @@
 The first answer to each case is kept: later runs, with corrected code, add theirs next to it.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from rich.console import Console
 from crossframe.errors import CrossframeError, UsageError
 from crossframe.recording.reader import Recording
 from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
+from experiments.results import Results
 from experiments.untouched.run import place_of, said_in
 
 HERE = Path(__file__).parent
@@ -155,8 +155,7 @@ def run_public_scripts(
     if unknown := set(only) - {each.name for each in scripts}:
         raise UsageError(f"public-scripts: expected names of cases, got {sorted(unknown)}")
     packages = install_packages("public-scripts", HERE / "requirements.txt", cache, console)
-    known = {each["case"]: each for each in json.loads(target.read_text())} if target.is_file() else {}
-    right = True
+    results, right = Results(target, "case", table_of, [each.name for each in scripts]), True
     for script in [each for each in scripts if not only or each.name in only]:
         with tempfile.TemporaryDirectory(prefix="public-scripts-") as folder:
             work = Work(script, repositories, packages, Path(folder))
@@ -164,14 +163,9 @@ def run_public_scripts(
                 _run_plain(work, console)
                 continue
             found = judge(work)
-        row = {"case": script.name, "expected": script.expected, **found}
-        known[script.name] = {**row, "first": known.get(script.name, {}).get("first", found)}
+        results.add({"case": script.name, "expected": script.expected, **found})
         console.print(f"{script.name}: {', '.join(found['wrong']) or 'right'}", markup=False)
         right &= not found["wrong"]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        rows = [known[each.name] for each in scripts if each.name in known]
-        target.write_text(json.dumps(rows, indent=1) + "\n")
-        target.with_suffix(".md").write_text(table_of(rows))
     return int(not right)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.verdict.diagnosis import SIGNATURES
-from experiments.clients.run import _said, clients_of, summary_of, table_of, with_first_answers
+from experiments.clients.run import _said, clients_of, summary_of, table_of
+from experiments.results import with_first_answers
 from experiments.untouched.cases import UNNAMED
 
 VERDICTS = {"equal", "rounding", "different computation", "incomparable", "inconclusive", "bug"}
@@ -67,7 +68,7 @@ def test_the_first_answer_is_kept_next_to_later_ones():
         case = {"case": "`a` on 2, `b` on 1", "expected": expected, "said": said, "right": right, "false_alarm": False}
         return {"client": "one", "what": "a trainer", "release": "one 1.0", "cases": [case]}
 
-    first = with_first_answers(results("bug", False), None)
+    first = with_first_answers(results("bug", False), {})
     assert "| one: one 1.0 | `a` on 2, `b` on 1 | rounding | bug | bug | no |" in table_of([first])
     second = with_first_answers(results("rounding", True), first)
     third = with_first_answers(results("equal", True, "equal"), second)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from crossframe.errors import UsageError
 from experiments.fsdp_scripts.cases import CLOSE, EQUAL, scripts_of
-from experiments.fsdp_scripts.run import compared, with_first_answers
+from experiments.fsdp_scripts.run import compared
 
 WEIGHT = torch.tensor([1.0, -2.0, 3.0])
 
@@ -82,10 +82,3 @@ def test_scripts_are_whole():
 def test_a_script_that_does_not_exist_raises():
     with pytest.raises(UsageError, match="fsdp-scripts: expected names of"):
         scripts_of(["nobody"])
-
-
-def test_the_first_answer_of_a_case_is_kept():
-    case = {"case": "a", "said": {"verdict": "failed"}}
-    first = with_first_answers({"cases": [case]}, None)
-    again = with_first_answers({"cases": [case | {"said": {"verdict": "equal"}}]}, first)
-    assert again["cases"][0]["first"] == {"verdict": "failed"} and again["cases"][0]["said"] == {"verdict": "equal"}
