@@ -122,19 +122,22 @@ def stages_kept_between_microbatches(side):
     return _trained_stages(side, reshard_after_forward=False)
 
 
-def _scheduled_stages(side: Side, schedule_of: Any, num_stages: int) -> list[Any]:
-    """Two steps of four linears in as many stages, of four microbatches."""
+def _scheduled_stages(
+    side: Side, schedule_of: Any, num_stages: int, *, is_v: bool = False, **options: Any
+) -> list[Any]:
+    """Two steps of four linears in as many stages, of four microbatches. A V has its first and last stage on the first rank."""
     mesh = mesh_of((2, 2), ("pp", "dp"))
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     layers: Any = linears(5, 7, 5, 3, 5)
     size = 4 // num_stages
-    models: list[Any] = [layers[size * i : size * i + size] for i in range(rank, num_stages, 2)]
+    indices = [rank, num_stages - 1 - rank] if is_v else list(range(rank, num_stages, 2))
+    models: list[Any] = [layers[size * i : size * i + size] for i in indices]
     for model in models:
         for layer in model:
-            side.fully_shard(layer, mesh=mesh["dp"])
-        side.fully_shard(model, mesh=mesh["dp"])
+            side.fully_shard(layer, mesh=mesh["dp"], **options)
+        side.fully_shard(model, mesh=mesh["dp"], **options)
     kind = {"torch_backend": ours.PipelineStage}.get(side.name, pipelining.PipelineStage)
-    stages = [kind(model, rank + 2 * i, num_stages, DEVICE, group=group) for i, model in enumerate(models)]
+    stages = [kind(model, i, num_stages, DEVICE, group=group) for i, model in zip(indices, models, strict=True)]
     schedule = schedule_of(stages if num_stages > 2 else stages[0], 4, loss_fn=_loss)
     optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1, momentum=0.9)
     seen: list[Any] = []
@@ -142,7 +145,7 @@ def _scheduled_stages(side: Side, schedule_of: Any, num_stages: int) -> list[Any
         optimizer.zero_grad()
         x = torch.cat(_microbatches(side, step))
         with counting_collectives() as counts:
-            schedule.step(*([x] if rank == 0 else []), **({"target": x.sin()} if rank == 1 else {}))
+            schedule.step(*([x] if rank == 0 else []), **({"target": x.sin()} if num_stages - 1 in indices else {}))
         optimizer.step()
         seen += [counts["red"], *map(values, models)]
     return seen
@@ -156,3 +159,27 @@ def stages_of_a_schedule(side):
 @scenario(num_ranks=4)
 def stages_of_an_interleaved_schedule(side):
     return _scheduled_stages(side, pipelining.ScheduleInterleaved1F1B, 4)
+
+
+@scenario(num_ranks=4)
+def stages_of_a_schedule_that_cuts_backwards_in_two(side):
+    return _scheduled_stages(side, pipelining.ScheduleInterleavedZeroBubble, 4, reshard_after_forward=False)
+
+
+@scenario(num_ranks=4)
+def resharded_stages_of_a_schedule_that_cuts_backwards_in_two(side):
+    """Equal to torch's without resharding: torch does not find weights of resharded units, and leaves them without gradients."""
+    resharded = side.name == "torch_backend"
+    return _scheduled_stages(side, pipelining.ScheduleInterleavedZeroBubble, 4, reshard_after_forward=resharded)
+
+
+@scenario(num_ranks=4)
+def stages_of_a_schedule_shaped_like_a_v(side):
+    """Both ends of the pipeline are on one rank."""
+    return _scheduled_stages(side, pipelining.ScheduleZBVZeroBubble, 4, is_v=True, reshard_after_forward=False)
+
+
+@scenario(num_ranks=4)
+def stages_of_two_pipelines_that_meet(side):
+    """Whole backwards, and backwards cut in two."""
+    return _scheduled_stages(side, pipelining.ScheduleDualPipeV, 4, is_v=True, reshard_after_forward=False)
