@@ -346,7 +346,7 @@ class _Planner:
                     | ReductionStep.ADD_PARTIAL
                     | ReductionStep.KEEP_PARTIAL
                     | ReductionStep.DIVIDE_AFTER
-                    | ReductionStep.CAST_TO_KEPT
+                    | ReductionStep.CAST_TO_STORED
                     | ReductionStep.ACCUMULATE
                 ):
                     pass  # local to a rank

@@ -26,8 +26,8 @@ class ReductionStep(Enum):
     KEEP_PARTIAL = "leave it here for a later microbatch"
     ALL_REDUCE = "sum over the replicas"
     DIVIDE_AFTER = "divide by the factor after"
-    CAST_TO_KEPT = "cast to the dtype of the sharded gradient"
-    ACCUMULATE = "add it to the sharded gradient that is there"
+    CAST_TO_STORED = "cast to the dtype of storage"
+    ACCUMULATE = "add it to the sharded gradient that is there, and round to that gradient's dtype"
 
 
 def reduction_steps(mesh: MeshSpec, api: Api = Api.FSDP1, *, all_reduce: bool = True) -> tuple[ReductionStep, ...]:
@@ -41,7 +41,7 @@ def reduction_steps(mesh: MeshSpec, api: Api = Api.FSDP1, *, all_reduce: bool = 
         PlanError: `all_reduce=False` on a mesh with one replica, or under FSDP1.
 
     >>> [step.name for step in reduction_steps(MeshSpec(shard=2, replicate=2))]  # doctest: +NORMALIZE_WHITESPACE
-    ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_KEPT',
+    ['CAST_TO_REDUCED', 'DIVIDE_BEFORE', 'REDUCE_SCATTER', 'DIVIDE_BETWEEN', 'ALL_REDUCE', 'DIVIDE_AFTER', 'CAST_TO_STORED',
      'ACCUMULATE']
     """
     _check(mesh, api)
@@ -62,7 +62,7 @@ def reduction_steps(mesh: MeshSpec, api: Api = Api.FSDP1, *, all_reduce: bool = 
         steps += [step.ALL_REDUCE]
     elif not all_reduce:
         raise PlanError(f"there is no sum over replicas to postpone: the mesh has one replica of {mesh.shard} shards")
-    return (*steps, step.DIVIDE_AFTER, step.CAST_TO_KEPT, step.ACCUMULATE)
+    return (*steps, step.DIVIDE_AFTER, step.CAST_TO_STORED, step.ACCUMULATE)
 
 
 def _check(mesh: MeshSpec, api: Api) -> None:

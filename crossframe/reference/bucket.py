@@ -172,9 +172,11 @@ class LiveBucket:
                     buffers = self.unit.apply(step, buffers, factors)
 
     def _accumulate(self, reduced: list[np.ndarray]) -> None:
+        kept = numpy_dtype(self.precision.kept)
         for rank, own in enumerate(reduced if self.under_way else ()):
             before = self.sharded_grads[rank]
-            self.sharded_grads[rank] = own if before is None else before + own
+            total = own if before is None else before.astype(own.dtype) + own
+            self.sharded_grads[rank] = total.astype(kept, copy=False)
             self.reached[rank] |= self.under_way
         self.under_way = set()
 

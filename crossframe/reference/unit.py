@@ -155,8 +155,8 @@ class ReferenceUnit:
                 return over_groups(all_reduce, buffers, self.replicate_groups())
             case ReductionStep.DIVIDE_AFTER:
                 return [_divided(buffer, factors.after) for buffer in buffers]
-            case ReductionStep.CAST_TO_KEPT:
-                return [buffer.astype(numpy_dtype(self.precision.kept)) for buffer in buffers]
+            case ReductionStep.CAST_TO_STORED:
+                return [buffer.astype(numpy_dtype(self.precision.stored)) for buffer in buffers]
             case ReductionStep.ADD_PARTIAL | ReductionStep.KEEP_PARTIAL | ReductionStep.ACCUMULATE:
                 return buffers
             case _:

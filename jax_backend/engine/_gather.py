@@ -94,8 +94,8 @@ class Reduction:
                     grad = all_reduce(grad, operand.label, self._placed(operand))
                 case ReductionStep.DIVIDE_AFTER:
                     grad = divide(grad, factors.after)
-                case ReductionStep.CAST_TO_KEPT:
-                    grad = grad.astype(precision.kept)
+                case ReductionStep.CAST_TO_STORED:
+                    grad = grad.astype(precision.stored).astype(precision.kept)
                 case ReductionStep.ADD_PARTIAL | ReductionStep.ACCUMULATE:
                     pass  # there are no partial sums here (R15), and the gradient is returned
                 case ReductionStep.KEEP_PARTIAL:

@@ -25,7 +25,7 @@ from torch_backend.memory._store import ShardStore
 from torch_backend.memory._streams import streams_of
 from torch_backend.observe import observers
 from torch_backend.param_registration import Registrar
-from torch_backend.param_registration._registered_params import has_grad_hooks
+from torch_backend.param_registration._registered_params import has_grad_hooks, round_grads
 from torch_backend.ranks._collectives import UnitMesh
 from torch_backend.ranks._comm_hook import CommHook
 
@@ -223,12 +223,15 @@ class Bucket:
         if self.grads.arrived is not None:
             with self._streams.reducing():
                 shard, device = self.grads.take(), self.store.buffer.device
+                rounded = self.precision.kept != self.precision.stored
                 if shard.device != device:
-                    read_now = any(grad is not None for grad in self.registrar.grads())
+                    read_now = rounded or any(grad is not None for grad in self.registrar.grads())
                     read_now = read_now or any(map(has_grad_hooks, self.registrar.managed()))
                     shard = to_storage(shard, device, read_now=read_now)
                 unused = self.unused.everywhere(self._streams.join_host)
                 self.registrar.add_grad(shard, self._reduced, unused)
+                if rounded:
+                    round_grads(self.registrar.managed(), torch_dtype(self.precision.kept))
         return True
 
     def reset(self) -> None:

@@ -57,7 +57,7 @@ class GradStore:
     ) -> None:
         self.layout = layout
         self._mesh, self._streams, self._choices, self._api = mesh, streams, choices, api
-        self._reduced, self._kept = torch_dtype(precision.reduced), torch_dtype(precision.kept)
+        self._reduced, self._stored = torch_dtype(precision.reduced), torch_dtype(precision.stored)
         self._reduced_name = precision.reduced
         self._steps = reduction_steps(mesh.spec, api)
         self._steps_to_partial = self._steps
@@ -152,9 +152,9 @@ class GradStore:
                     _divide(value, factors.after)
                     if hook is not None and factors.averaged:
                         hook(value)
-                case ReductionStep.CAST_TO_KEPT:
-                    if value.dtype != self._kept:
-                        value = value.to(self._kept)
+                case ReductionStep.CAST_TO_STORED:
+                    if value.dtype != self._stored:
+                        value = value.to(self._stored)
                 case ReductionStep.ACCUMULATE:
                     self.arrived = value  # the bucket adds it to the gradients that the user's parameters have
                 case _:
@@ -167,7 +167,7 @@ class GradStore:
         else:
             shard = full.new_empty(self.layout.padded_shard_numel)
             hook.hook(hook.state, full, shard)
-        self.arrived = shard.to(self._kept)
+        self.arrived = shard.to(self._stored)
         yield
 
     def _collect(self, grads: Sequence[Tensor | None], layout: Layout, *, cast: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Code shared by the registrars: register parameters, shadow attributes, adopt parameters that the user replaced."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def full_params(
 
 
 def add_grad_to(param: nn.Parameter, grad: Tensor) -> None:
-    """Accumulate a reduced gradient of the parameter's shape, in the parameter's dtype or a lower one."""
+    """Accumulate a reduced gradient of the parameter's shape and dtype. The sum has the dtype of the gradient that was there."""
     if param.grad is None:
         set_grad(param, grad)
     else:
@@ -96,6 +96,13 @@ def set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     else:
         param.grad = torch.empty_like(param)
         param.grad.data = grad
+
+
+def round_grads(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Round gradients, after their sum with those that were there, to the dtype in which they are kept (R33)."""
+    for param in params:
+        if param.grad is not None and param.grad.dtype != dtype:
+            param.grad.data = param.grad.to(dtype)
 
 
 def has_grad_hooks(param: nn.Parameter) -> bool:

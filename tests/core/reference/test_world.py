@@ -12,10 +12,13 @@ import pytest
 from crossframe.api import Api
 from crossframe.dtypes import numpy_dtype, unit_roundoff
 from crossframe.errors import MeshError, ParamError, PlanError, StateError, UnitError
+from crossframe.layout import FlatLayout
 from crossframe.lifecycle import Residency, UnitState
 from crossframe.mesh import MeshSpec
 from crossframe.params import ParamSpec
-from crossframe.plan import Prefetch, Strategy, Sync, plan_units
+from crossframe.plan import PlannedBucket, Prefetch, Strategy, Sync, plan_units
+from crossframe.precision import resolve_precision
+from crossframe.reduction import reduction_steps
 from crossframe.reference import bucket as bucket_module
 from crossframe.reference import unit as unit_module
 from crossframe.reference.collectives import all_gather, all_reduce, over_groups, reduce_scatter
@@ -623,3 +626,22 @@ def test_a_plan_of_another_mesh_is_refused():
     plan[at] = replace(plan[at], group=(0, 1, 3))  # ranks 0, 1 and 2 are there
     with pytest.raises(PlanError, match=r"expected MeshSpec.* got a compute over ranks \(0, 1, 3\)"):
         world.run(plan, Layers(UNITS, SIZES), layer_batches(PLAIN.mesh))
+
+
+def test_R33_gradients_that_are_kept_low_are_rounded_after_their_sum():
+    precision = resolve_precision("float32", "bfloat16", "float32", keep_low_precision_grads=True)
+    mesh, weight = MeshSpec(2), {"w": np.zeros(2, "float32")}
+    planned = PlannedBucket(FlatLayout((ParamSpec("w", (2,)),), 2, keep_original=False), precision)
+    bucket = bucket_module.LiveBucket(planned, mesh, weight, Api.FSDP1, fill=True)
+    found = []
+    for own in (
+        (1.0, 1.0),
+        (2.0**-7, 2.0**-19),
+    ):  # the mean of the second alone rounds to 2**-8, by which 1 does not grow
+        for rank, value in enumerate(own):
+            bucket.add_grads(rank, {"w": np.full(2, value)})
+        bucket.reduce(reduction_steps(mesh, Api.FSDP1), None)
+        grad = bucket.sharded_grads[0]
+        assert grad is not None and grad.dtype == numpy_dtype("bfloat16")
+        found.append(float(grad[0]))
+    assert found == [1.0, 1 + 2.0**-7]

@@ -76,7 +76,7 @@ def test_a_number_of_ranks_that_is_none_is_refused(num_ranks):
 
 
 CAST, BEFORE, SCATTER, BETWEEN = "CAST_TO_REDUCED", "DIVIDE_BEFORE", "REDUCE_SCATTER", "DIVIDE_BETWEEN"
-REST = ["DIVIDE_AFTER", "CAST_TO_KEPT", "ACCUMULATE"]
+REST = ["DIVIDE_AFTER", "CAST_TO_STORED", "ACCUMULATE"]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ DEPARTURES = (
             case.options.mixed is not None
             and case.options.mixed.buffer_dtype is not None
             and case.options.wrap != "hand"
-            and any(node.ignored and node.kind == "buffers" for node in case.nodes)
+            and any(node.ignored and node.kind in ("buffers", "batch_norm") for node in case.nodes)
         ),
         with_mixed(buffer_dtype=None),
     ),
@@ -330,4 +330,16 @@ MENDED = (
     ),
     _one(Node("tied", unit=True, frozen="all", again=True)),
     _one(Node(children=(Node("vector"),), unit=True, uses=2), micro=(False, True)),
+    Case(
+        Tree(
+            Node(children=(Node("vector", shape=(13,)), Node("buffers"), Node("empty", shape=(2, 2, 3))), unit=True),
+            width=3,
+        ),
+        WrapOptions(
+            micro=(True, True),
+            steps=1,
+            use_orig_params=False,
+            mixed=Mixed("bfloat16", reduce_dtype="float32", keep_low_precision_grads=True),
+        ),
+    ),
 )

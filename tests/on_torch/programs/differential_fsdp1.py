@@ -109,7 +109,8 @@ def draw_case(seed: int, world_size: int) -> Case:
         dtypes=dtypes or ("float32", "float32", "float64"),
         ignores=rng.random() < 0.25,
         freezes=options.use_orig_params or not by_size,
-        shares=not by_size,
+        # A policy wraps a module of two names under one of them, and torch reads freed memory through the other.
+        shares=not by_size and (options.wrap == "hand" or options.mixed is None),
         shares_units=options.wrap == "hand",
     )
     return Case(grower.tree(), options, world_size, bits)
