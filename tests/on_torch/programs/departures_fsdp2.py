@@ -108,6 +108,23 @@ DEPARTURES: tuple[Departure, ...] = (
         with_nodes(lambda node: replace(node, skipped_by=-1)),
     ),
     Departure(
+        "a part that one rank skips, after a microbatch whose gradients wait in another dtype",
+        "torch puts zeros in the dtype of compute beside gradients in that of the reduction, and raises on that rank, and the "
+        "others wait for it; ours goes on (R15, R29)",
+        Case(
+            Tree(Node(children=(Node("vector", skipped_by=1), Node("vector")), unit=True)),
+            ShardOptions(steps=1, micro=(False, True), precision=Precision(reduce_dtype="float16")),
+        ),
+        "TimeoutError",
+        lambda case: (
+            any(node.skipped_by >= 0 for node in case.nodes)
+            and case.options.precision is not None
+            and case.options.precision.reduce_dtype is not None
+            and False in case.options.micro
+        ),
+        with_nodes(lambda node: replace(node, skipped_by=-1)),
+    ),
+    Departure(
         "a part that one rank skips, where parameters are sharded to fewer ranks",
         "torch gathers in another order on that rank, and waits for ever; ours goes on (R08, R29)",
         replace(
