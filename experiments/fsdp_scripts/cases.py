@@ -8,7 +8,6 @@ from pathlib import Path
 from crossframe.errors import UsageError
 
 HERE = Path(__file__).parent
-EQUAL, CLOSE = "equal", "close"
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,10 @@ class Run:
 
     Attributes:
         options: the script's command line, after the folder that it writes to.
-        expected: EQUAL: in every bit. CLOSE: as the script's writer says, equal bits cannot be expected.
     """
 
     options: str
     ranks: int
-    expected: str = EQUAL
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class Resume:
     first: str
     second: str
     ranks: int
-    expected: str = EQUAL
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,11 @@ class Script:
         return self.folder.name
 
     @property
+    def set(self) -> str:
+        """The scripts that were frozen, and ran first, together."""
+        return self.folder.parent.name
+
+    @property
     def requirements(self) -> Path | None:
         found = self.folder / "requirements.txt"
         return found if found.is_file() else None
@@ -74,7 +75,7 @@ def scripts_of(only: Sequence[str] = (), folder: Path = HERE) -> list[Script]:
     Raises:
         UsageError: there is no script of a name.
     """
-    found = {path.parent.name: path for path in sorted(folder.glob("*/case.toml"))}
+    found = {path.parent.name: path for path in sorted(folder.glob("*/*/case.toml"))}
     if unknown := set(only) - found.keys():
         raise UsageError(f"fsdp-scripts: expected names of {sorted(found)}, got {sorted(unknown)}")
     return [_script(found[name]) for name in only or found]

@@ -1,3 +1,3 @@
 """Scripts train when they are imported, and are not collected."""
 
-collect_ignore_glob = ["*/*.py"]
+collect_ignore_glob = ["*/*/*.py"]

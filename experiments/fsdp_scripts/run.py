@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
-from experiments.fsdp_scripts.cases import CLOSE, EQUAL, HERE, Script, scripts_of
+from experiments.fsdp_scripts.cases import HERE, Script, scripts_of
 from experiments.results import Results
 
 RESULTS = HERE / "results" / "fsdp_scripts.json"
@@ -24,9 +24,7 @@ _LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _TRIES = 3
 """A thread of gloo may abort a process at its end ([Note: threads of gloo] in `torch_backend/recorder/_script_processes.py`)."""
 _TORCH, _OURS = "torch", "torch_backend"
-_FAILED, _DIFFERENT, _TORCH_ERRS = "failed", "different", "torch errs"
-_CLOSE = 2.0**-8
-"""One rounding to bfloat16, as a share of a figure or of the norm of a tensor."""
+_EQUAL, _FAILED, _DIFFERENT, _TORCH_ERRS = "equal", "failed", "different", "torch errs"
 
 
 def run_scripts(only: Sequence[str], *, cache: Path, output: Path | None, console: Console) -> int:
@@ -67,16 +65,15 @@ def run_one(script: Script, cache: Path, folder: Path, console: Console) -> dict
                 break
         return out, (text or f"exit status {status}") if status else ""
 
-    def judge(case: str, expected: str, a: tuple[Path, str], b: tuple[Path, str]) -> None:
+    def judge(case: str, a: tuple[Path, str], b: tuple[Path, str]) -> None:
         said = compared(a, b)
-        right = said["verdict"] in (EQUAL, _TORCH_ERRS, expected)
-        cases.append({"case": case, "expected": expected, "said": said, "right": right})
+        cases.append({"case": case, "said": said, "right": said["verdict"] in (_EQUAL, _TORCH_ERRS)})
         console.print(f"{script.name}: {case}: {_answer(cases[-1])}", markup=False)
 
     for each in script.runs:
         name = f"`{each.options}` on {each.ranks}"
         results = [trained(fsdp, each.options, each.ranks) for fsdp in (_TORCH, _OURS)]
-        judge(name, each.expected, *results)
+        judge(name, *results)
     for each in script.resumes:
         saved = {fsdp: trained(fsdp, each.first, each.ranks) for fsdp in (_TORCH, _OURS)}
         ends = {}
@@ -86,15 +83,16 @@ def run_one(script: Script, cache: Path, folder: Path, console: Console) -> dict
             ends[begins, goes_on] = (at, failed) if failed else trained(goes_on, options, each.ranks)
             if (begins, goes_on) != (_TORCH, _TORCH):
                 name = f"`{each.second}` on {each.ranks}: saved by {begins}, resumed by {goes_on}"
-                judge(name, each.expected, ends[_TORCH, _TORCH], ends[begins, goes_on])
-    return {"script": script.name, "what": script.what, "release": script.release, "api": script.api, "cases": cases}
+                judge(name, ends[_TORCH, _TORCH], ends[begins, goes_on])
+    stated = {"what": script.what, "release": script.release, "api": script.api}
+    return {"script": script.name, "set": script.set, **stated, "cases": cases}
 
 
 def compared(a: tuple[Path, str], b: tuple[Path, str]) -> dict[str, Any]:
     """The verdict on two runs, (folder, why it failed), and how many values were compared.
 
-    EQUAL: all figures and tensors are, in every bit, with their names, dtypes and shapes. CLOSE: none differs by more than what
-    `_CLOSE` says. The largest difference is stated. `_TORCH_ERRS`: EQUAL but for optimizer state that torch has overwritten.
+    `_EQUAL`: all figures and tensors are, in every bit, with their names, dtypes and shapes. `_TORCH_ERRS`: but for optimizer
+    state that torch has overwritten. `_DIFFERENT` states the largest difference.
     """
     if a[1] or b[1]:
         where = "under torch's FSDP too: " * bool(a[1])
@@ -108,7 +106,7 @@ def compared(a: tuple[Path, str], b: tuple[Path, str]) -> dict[str, Any]:
         return {"verdict": _DIFFERENT, "reason": f"{lacking[0]} is written under {which} alone", "values": len(left)}
     gaps = {name: gap for name in left if (gap := _gap(left[name], right[name])) is not None}
     if not gaps:
-        return {"verdict": EQUAL, "reason": "", "values": len(left)}
+        return {"verdict": _EQUAL, "reason": "", "values": len(left)}
     if gaps.keys() <= (wrong := _overwritten(left)):
         reason = f"{len(gaps)} values read as another state of their parameter under torch's FSDP"
         return {"verdict": _TORCH_ERRS, "reason": reason, "values": len(left)}
@@ -117,8 +115,7 @@ def compared(a: tuple[Path, str], b: tuple[Path, str]) -> dict[str, Any]:
     reason = (
         f"{len(gaps)} of {len(left)} values differ, {largest} most: {_shown(left[largest])}, {_shown(right[largest])}"
     )
-    verdict = CLOSE if gaps[largest] <= _CLOSE else _DIFFERENT
-    return {"verdict": verdict, "reason": reason, "values": len(left), "largest": min(gaps[largest], 1e9)}
+    return {"verdict": _DIFFERENT, "reason": reason, "values": len(left), "largest": min(gaps[largest], 1e9)}
 
 
 def _overwritten(values: Mapping[str, Any]) -> set[str]:
@@ -181,26 +178,31 @@ def _shown(value: Any) -> str:
 
 def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:
     """A row for each script: its cases, and how many are equal in every bit, at first and now."""
-    lines = ["| script | API | cases | equal, first | equal | torch errs | other |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| set | script | API | cases | equal, first | equal | torch errs | other |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     totals = [0] * 5
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["set"], row["script"])):
         verdicts = [case["said"]["verdict"] for case in row["cases"]]
-        first = sum(case["first"]["said"]["verdict"] == EQUAL for case in row["cases"])
-        equal, errs = (verdicts.count(each) for each in (EQUAL, _TORCH_ERRS))
+        first = sum(case["first"]["said"]["verdict"] == _EQUAL for case in row["cases"])
+        equal, errs = (verdicts.count(each) for each in (_EQUAL, _TORCH_ERRS))
         counts = [len(verdicts), first, equal, errs, len(verdicts) - equal - errs]
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        lines.append(f"| {row['script']}: {row['release']} | {row['api']} | {' | '.join(map(str, counts))} |")
-    lines.append(f"| all | | {' | '.join(map(str, totals))} |")
+        lines.append(
+            f"| {row['set']} | {row['script']}: {row['release']} | {row['api']} | {' | '.join(map(str, counts))} |"
+        )
+    lines.append(f"| all | | | {' | '.join(map(str, totals))} |")
     return "\n".join(lines) + "\n"
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
     """A row for each case, and the reasons of answers that are not as expected."""
-    lines = ["| script | case | expected | first answer | answer |", "|---|---|---|---|---|"]
+    lines = ["| script | case | first answer | answer |", "|---|---|---|---|"]
     notes = []
     for row in rows:
         for case in row["cases"]:
-            cells = [row["script"], case["case"], case["expected"], _text(case["first"]["said"]), _text(case["said"])]
+            cells = [row["script"], case["case"], _text(case["first"]["said"]), _text(case["said"])]
             lines.append("| " + " | ".join(each.replace("|", "/") for each in cells) + " |")
             if not case["right"]:
                 notes.append(f"- {row['script']}, {case['case']}: {' '.join(case['said']['reason'].split())}")
@@ -212,6 +214,6 @@ def _answer(case: Mapping[str, Any]) -> str:
 
 
 def _text(said: Mapping[str, Any]) -> str:
-    if said["verdict"] == EQUAL:
+    if said["verdict"] == _EQUAL:
         return f"equal, {said['values']:,} values"
     return f"{said['verdict']}, by {said['largest']:.1e}" if "largest" in said else said["verdict"]
