@@ -104,6 +104,24 @@ _ALL = (
         with_nodes(lambda node: replace(node, again=False)),
     ),
     Departure(
+        "low-precision buffers beside a root without parameters of its own",
+        "torch saves those of units with parameters in the dtype that they had, and these as they are; ours all as they were",
+        Case(
+            Tree(Node(children=(Node("vector", unit=True), Node("buffers", ignored=True)), unit=True)),
+            StateOptions(
+                steps=0, mixed=Mixed(buffer_dtype="bfloat16", ignores=()), inner="FULL_SHARD", ignored="params"
+            ),
+        ),
+        "saved: kind",
+        lambda case: (
+            case.options.mixed is not None
+            and case.options.mixed.buffer_dtype is not None
+            and case.options.ignored == "params"
+            and any(node.ignored and node.kind == "buffers" for node in case.nodes)
+        ),
+        with_mixed(buffer_dtype=None),
+    ),
+    Departure(
         "a state dict between forward and backward, where activations are checkpointed in low precision",
         "torch takes views of memory that it has freed: it raises, or ends the process; ours gives what the shards hold",
         Case(
