@@ -183,7 +183,7 @@ class _Hooks:
     @_disable_dynamo
     def before(self, inner: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         executor = executor_of(self._unit) or begin_as_root(inner)
-        if not self._to_run:
+        if not self._to_run or not executor.has_run_in_part(self._unit):
             self._to_run.update(self._modules)
         return executor.begin_forward(self._unit, args, kwargs)
 

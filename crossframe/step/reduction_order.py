@@ -3,7 +3,9 @@
 [Note: order of reductions] All ranks must issue the same reductions in the same order, even if ranks leave different parameters
 unused and autograd reaches units in different orders. So a unit whose gradients are complete waits for the units that began
 their forward after it and are in backward. Remaining units are reduced at the end of backward, in the same order. Units whose
-unused parameters count as zeros are always waited for, because another rank may have used them.
+unused parameters count as zeros are always waited for, because another rank may have used them. They count in the backward of a
+loss of the whole model, and not where only outputs of single modules of list units have gradients, as those of a head that the
+script calls on chunks: there the same units are left for a later backward on all ranks.
 """
 
 import itertools
@@ -22,13 +24,19 @@ class ReductionOrder:
         self._waiting: list[UnitStep] = []
         self._complete: set[UnitStep] = set()
         self._reduced: set[UnitStep] = set()
+        self._counts_unused = False
 
     def begin(self, begun: Iterable[UnitStep]) -> None:
         """A backward begins, after forwards of these units, in the order in which they began."""
         self._waiting = list(begun)[::-1]
 
+    def reach_output(self, *, whole: bool) -> None:
+        """An output has a gradient, of a whole unit or of some of its modules."""
+        self._counts_unused |= whole
+
     def clear(self) -> None:
         """The backward has ended."""
+        self._counts_unused = False
         self._waiting = []
         self._complete.clear()
         self._reduced.clear()
@@ -58,11 +66,11 @@ class ReductionOrder:
         waiting = dict.fromkeys(self._waiting)
         for unit in itertools.chain(waiting, (unit for unit in units if unit not in waiting)):
             if unit.state.activity != Activity.FORWARD:  # it runs this backward inside its forward
-                yield unit, unit.settings.reduce_grads and self._counts(unit)
+                yield unit, unit.settings.reduce_grads and self._counts(unit, unused=self._counts_unused)
 
-    def _counts(self, unit: UnitStep) -> bool:
+    def _counts(self, unit: UnitStep, *, unused: bool = True) -> bool:
         """Whether a unit has gradients to reduce, or missing ones that count as zeros."""
-        zeros = unit.settings.reduce_unused and unit.trained and unit not in self._reduced
+        zeros = unused and unit.settings.reduce_unused and unit.trained and unit not in self._reduced
         if unit.has_grads or zeros:
             self._reduced.add(unit)
             return True

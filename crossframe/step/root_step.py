@@ -97,6 +97,10 @@ class ModelStep:
             self._in_part.clear()
         return do
 
+    def has_run_in_part(self, unit: UnitStep) -> bool:
+        """Whether modules of a unit have run in this forward, and others have not."""
+        return unit in self._in_part
+
     def _after_forward(self, unit: UnitStep) -> tuple[UnitStep, Actions, str]:
         self._prefetching.forward_ended(unit)
         return unit, unit.after_forward(), "forward"
@@ -113,12 +117,17 @@ class ModelStep:
 
     # Backward
 
-    def begin_backward(self, unit: UnitStep) -> Do:
-        """Signal: a gradient of a unit's output is available."""
+    def begin_backward(self, unit: UnitStep, *, whole: bool = True) -> Do:
+        """Signal: a gradient of a unit's output is available.
+
+        Args:
+            whole: False if other modules of the unit had not run when the output was made.
+        """
         if not self.in_backward:
             self.in_backward = True
             self._prefetching.backward_begun()
             self._reductions.begin(self._prefetching.begun)
+        self._reductions.reach_output(whole=whole)
         do: Do = [(unit, unit.begin_backward(), "backward")]
         self._prefetch(self._prefetching.in_backward(unit, Prefetch.BACKWARD_PRE), "backward", do)
         return do
@@ -151,6 +160,7 @@ class ModelStep:
         """Signal: the actions of `end_backward` are executed. An exception before this requires a reset."""
         self.in_backward = False
         self._reductions.clear()
+        self._in_part.clear()
 
     # After an exception
 
@@ -158,7 +168,6 @@ class ModelStep:
         """Signal: an exception ended a step. All units return to their shards (R17); the backend frees its memory."""
         self.leave_backward()
         self._prefetching.clear()
-        self._in_part.clear()
         for unit in self.units:
             unit.reset()
 

@@ -39,9 +39,9 @@ _WATCHING = "_crossframe_watching"
 
 
 @without_grad
-def _begin_backwards(watching: "list[tuple[StepExecutor, Unit, Any]]", grad: torch.Tensor) -> None:
-    for executor, unit, _ in reversed(watching):
-        executor.begin_backward(unit)
+def _begin_backwards(watching: "list[tuple[StepExecutor, Unit, Any, bool]]", grad: torch.Tensor) -> None:
+    for executor, unit, _, whole in reversed(watching):
+        executor.begin_backward(unit, whole=whole)
 
 
 class StepExecutor:
@@ -198,12 +198,12 @@ class StepExecutor:
         if unit.state.activity == Activity.FORWARD:  # otherwise it was recomputed within its backward
             self._run(self._step.end_forward(unit.step, whole=whole))
             if torch.is_grad_enabled():
-                self._watch(unit, output)
+                self._watch(unit, output, whole=whole)
             unit.current_use = None
         dtype = unit.options.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _watch(self, unit: Unit, output: Any) -> None:
+    def _watch(self, unit: Unit, output: Any, *, whole: bool) -> None:
         tensors = list(tensors_in(output))
         if not any(tensor.requires_grad for tensor in tensors):
             self._step.needs_no_backward(unit.step)
@@ -216,7 +216,7 @@ class StepExecutor:
                     watching = []
                     setattr(tensor, _WATCHING, (tensor._version, watching))
                     tensor.register_hook(functools.partial(_begin_backwards, watching))
-                watching.append((self, unit, unit.current_use))
+                watching.append((self, unit, unit.current_use, whole))
         opaque = not tensors and not isinstance(output, _WITHOUT_TENSORS)
         if opaque and unit.trained and unit.step.settings.reshard_after_forward:
             raise UsageError(
@@ -238,11 +238,19 @@ class StepExecutor:
 
     # Backward
 
-    def begin_backward(self, unit: Unit) -> None:
-        """Signal that a gradient of the unit's output is available."""
+    def has_run_in_part(self, unit: Unit) -> bool:
+        """Whether modules of a unit have run in this forward, and others have not."""
+        return self._step.has_run_in_part(unit.step)
+
+    def begin_backward(self, unit: Unit, *, whole: bool = True) -> None:
+        """Signal that a gradient of the unit's output is available.
+
+        Args:
+            whole: False if other modules of the unit had not run when the output was made.
+        """
         if not self._step.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
-        self._run(self._step.begin_backward(unit.step))
+        self._run(self._step.begin_backward(unit.step, whole=whole))
 
     def backward_done(self, unit: Unit) -> None:
         """Signal that backward reached the unit's anchor, so that all gradients of its parameters are available."""

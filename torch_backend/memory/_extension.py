@@ -175,6 +175,8 @@ class ExtendedBuffer:
                 self._allocate()
                 if len(inputs) == 1:
                     sent, gathered = inputs[0].reshape(-1), self._outputs[0].data
+                    if sent.dtype.itemsize == 1:  # as bytes, since gloo has no float8
+                        sent, gathered = sent.view(torch.uint8), gathered.view(torch.uint8)
                 else:
                     sent = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in inputs])
                     gathered = self._landing = sent.new_empty(sent.numel() * communicator.size)

@@ -197,6 +197,18 @@ def test_R29_unreached_units_are_waited_for_where_they_count_as_zeros():
     assert backend.reduced == ["b", "a", ""]
 
 
+def test_R29_a_backward_of_a_part_of_a_unit_reduces_no_others_as_zeros():
+    backend = Backend(["", "a", "b"], *[StepSettings(reduce_unused=True)] * 3)
+    backend.forward()
+    _, _, b = backend.units
+    b.has_grads = True
+    backend.run(backend.model.begin_backward(b, whole=False))
+    backend.run(backend.model.gradients_complete(b))
+    backend.run(backend.model.end_backward())
+    backend.model.leave_backward()
+    assert backend.reduced == ["b"]
+
+
 def test_R16_a_unit_whose_backward_is_over_is_not_prefetched():
     backend = Backend(["", "a", "b"])
     _, a, b = backend.units

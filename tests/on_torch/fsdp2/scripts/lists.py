@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.on_torch.fsdp2.scripts import refusal, scenario
 from tests.on_torch.helpers.fsdp2_models import linears, look, trained, trained_linears
 from tests.on_torch.helpers.models import build_net, seed_cpu
-from tests.on_torch.helpers.scripts import Side, grads, inputs
+from tests.on_torch.helpers.scripts import Side, counting_collectives, grads, inputs
 
 
 @scenario()
@@ -92,6 +92,26 @@ def a_loss_in_chunks(side):
             model.head(part).square().sum().backward()
         hidden.backward(leaf.grad)
         results.append(grads(model))
+        model.zero_grad()
+    return results
+
+
+@scenario(needs="reset_iter_state")  # added in the same version of torch
+def a_loss_in_chunks_where_unused_parameters_count_as_zeros(side):
+    """The backward of a chunk reduces nothing of the units that the last backward reaches, and all steps do the same."""
+    model = grouped(side)
+    model.set_reduce_scatter_unused_params(True)
+    results = []
+    for step in range(2):
+        hidden = model(inputs(side, step), chunks=True)
+        leaf = hidden.detach().requires_grad_()
+        for part in leaf.chunk(3):
+            with counting_collectives() as counts:
+                model.head(part).square().sum().backward()
+            results.append(counts["red"])
+        with counting_collectives() as counts:
+            hidden.backward(leaf.grad)
+        results += [counts["red"], grads(model)]
         model.zero_grad()
     return results
 

@@ -95,6 +95,37 @@ def a_subclass_that_travels_as_int8(side):
     return _of_a_subclass(side, Rounded, (4, 6, 2))
 
 
+class Eighths(Rounded):
+    """A tensor that is gathered as float8, which gloo does not know."""
+
+    @staticmethod
+    def __tensor_unflatten__(parts, meta, outer_size, outer_stride):
+        return Eighths(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        done = super().__torch_dispatch__(func, types, args, kwargs)
+        return tree_map_only(Rounded, lambda t: t if isinstance(t, Eighths) else Eighths(t.inner), done)
+
+    def fsdp_pre_all_gather(self, mesh):
+        """One tensor of one byte an element."""
+        return (self.inner.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """Widens it."""
+        full = all_gather_outputs[0].to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(full)
+            return None
+        return full, (full,)
+
+
+@scenario()
+def a_subclass_that_travels_as_float8(side):
+    return _of_a_subclass(side, Eighths, (4, 6, 2))
+
+
 class Padded(Rounded):
     """A tensor that pads its rows to the number of the first rank, since all ranks must send equal sizes."""
 
