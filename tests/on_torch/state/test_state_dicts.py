@@ -495,3 +495,24 @@ def _gathers(rank: int, world_size: int) -> list[str]:
 
 def test_R36_a_full_state_dict_gathers_the_largest_unit_first(ranks):
     assert ranks.run(2, _gathers) == [["1", "", "0"]] * 2
+
+
+def _averaged_after_an_evaluation(rank: int, world_size: int, fsdp: str) -> list[float]:
+    api = import_module(fsdp)
+    inner, strategy = nn.Linear(3, 4), api.ShardingStrategy.SHARD_GRAD_OP
+    inner = api.FullyShardedDataParallel(inner, sharding_strategy=strategy, device_id=torch.device("cpu"))
+    model = api.FullyShardedDataParallel(
+        nn.Sequential(inner), sharding_strategy=strategy, device_id=torch.device("cpu")
+    )
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+        for wrapper in api.FullyShardedDataParallel.fsdp_modules(model):
+            for param in wrapper.params:
+                param.zero_()
+    return [value.abs().max().item() for value in model.state_dict().values()]
+
+
+def test_a_state_dict_has_shards_that_were_written_after_an_evaluation(ranks):
+    """Such as those of an average of weights. torch has gathered the parameters before, and saves these."""
+    assert ranks.run(2, _averaged_after_an_evaluation, "torch_backend") == [[0, 0]] * 2
+    assert all(all(found) for found in ranks.run(2, _averaged_after_an_evaluation, "torch.distributed.fsdp"))
