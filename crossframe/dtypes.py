@@ -14,6 +14,8 @@ _DTYPES = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 FLOATING = tuple(_DTYPES)
+COMPLEX = ("complex128", "complex64")
+"""Dtypes of parameters that `fully_shard` takes too. No reference computes with them, and no bound is known of them."""
 TF32 = "tf32"
 """The format to which accelerators round the factors of float32 products: 11 significant bits, as float16. No array is stored in
 it."""
@@ -33,7 +35,7 @@ def itemsize(name: str) -> int:
     >>> itemsize("float32"), itemsize("bfloat16")
     (4, 2)
     """
-    return numpy_dtype(name).itemsize
+    return (np.dtype(name) if name in COMPLEX else numpy_dtype(name)).itemsize
 
 
 def unit_roundoff(name: str) -> float:

@@ -8,7 +8,7 @@ Shards keep full precision. Gathered parameters, compute and reductions may have
 from dataclasses import dataclass
 
 from crossframe.api import Api
-from crossframe.dtypes import itemsize
+from crossframe.dtypes import COMPLEX, itemsize
 from crossframe.errors import PlanError
 from crossframe.quoting import quote
 
@@ -128,6 +128,12 @@ def resolve_precision(
     >>> resolve_precision("float32", param_dtype="bfloat16")
     Precision(stored='float32', gathered='bfloat16', reduced='bfloat16', kept='float32')
     """
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if stored in COMPLEX and dtype is not None and dtype not in COMPLEX:
+            raise PlanError(
+                f"{name}={quote(dtype)}: a parameter is {stored}, whose imaginary parts would be lost; shard its module as a "
+                f"unit of its own, with a policy without {name}"
+            )
     gathered = param_dtype or stored
     kept = gathered if keep_low_precision_grads else stored
     return Precision(stored, gathered, reduce_dtype or gathered, kept)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossframe.api import Api
+from crossframe.dtypes import COMPLEX, FLOATING
 from crossframe.errors import LayoutError, UnsupportedError, UsageError
 from crossframe.layout import Layout
 from crossframe.precision import PrecisionPolicy
@@ -74,14 +75,16 @@ def build_unit(
 
     Raises:
         LayoutError, UnitError: parameters that cannot be sharded together; the message names them.
+        PlanError: a policy that casts complex parameters or their gradients to real numbers.
         UnsupportedError: parameters that the package spmd_types annotates.
         UsageError: parameters on the meta device or on several devices.
     """
     api = options.api
     order = Order.PRE_ORDER if api is Api.FSDP1 else Order.POST_ORDER
     ignoring = "ignored_states" if api is Api.FSDP1 else "ignored_params"
+    dtypes = FLOATING if api is Api.FSDP1 else (*FLOATING, *COMPLEX)
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    owned = owned_params(root, is_unit, order, ignored, ignoring=ignoring)
+    owned = owned_params(root, is_unit, order, ignored, ignoring=ignoring, dtypes=dtypes)
     for entry in owned:
         _check(entry, owned[0], mesh.shards.ranks[mesh.shards.rank], api)
     groups: dict[Hashable, list[OwnedParam]] = {}

@@ -1,12 +1,11 @@
 """Finds where parameters are registered in a module tree, and the unit that owns each."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from crossframe.dtypes import FLOATING
 from crossframe.errors import LayoutError
 from crossframe.params import ParamSpec
 from crossframe.state import state_key
@@ -31,6 +30,7 @@ def owned_params(
     ignored: Collection[nn.Parameter] = (),
     *,
     ignoring: str,
+    dtypes: Sequence[str],
 ) -> list[OwnedParam]:
     """The parameters that the unit at `root` owns: all parameters below it, except those of inner units, in the order of the API
     (R01).
@@ -39,6 +39,7 @@ def owned_params(
 
     Args:
         ignoring: the name of the API's argument for `ignored`, for messages.
+        dtypes: that parameters may have.
 
     Raises:
         UnitError: a parameter that is shared with an inner unit.
@@ -86,9 +87,9 @@ def owned_params(
             continue
         dtype = dtype_name(param.dtype)
         slot = Slot(name, attribute, id(param), tuple(local_of(param).shape), dtype, param.requires_grad)
-        if dtype not in FLOATING:
+        if dtype not in dtypes:
             raise LayoutError(
-                f"parameter {slot.name!r} is {dtype!r}: expected one of {', '.join(FLOATING)}; pass it in {ignoring}, or "
+                f"parameter {slot.name!r} is {dtype!r}: expected one of {', '.join(dtypes)}; pass it in {ignoring}, or "
                 "register it as a buffer"
             )
         slots.append(slot)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from crossframe.errors import UsageError
 from crossframe.mesh import MeshSpec
 from crossframe.trace import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Event
-from torch_backend.compat._dtypes import dtype_name
+from torch_backend.compat._dtypes import as_real, dtype_name
 from torch_backend.compat._fully_shard_api import AllGather, Comm, ReduceScatter
 from torch_backend.observe import observers
 from torch_backend.ranks._consensus import spans_ranks
@@ -47,7 +47,7 @@ class _Collective:
         function = getattr(dist, self._function)
         if function is not self._original:
             return function(output, source, group=group, async_op=async_op)
-        return getattr(group, self._method)(output, source, self._options)
+        return getattr(group, self._method)(as_real(output), as_real(source), self._options)
 
 
 _all_gather = _Collective(_ALL_GATHER, ("all_gather_single", "_allgather_base"), AllgatherOptions())

@@ -61,3 +61,14 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     """Cross entropy on the rank's batch."""
     tokens, targets = batch(step, rank)
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+class Spectral(nn.Module):
+    """Multiplies the frequencies of its input by complex weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width // 2 + 1, width // 2 + 1, dtype=torch.complex64) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n=x.shape[-1])

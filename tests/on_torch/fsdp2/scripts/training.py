@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.on_torch.fsdp2.scripts import scenario
 from tests.on_torch.helpers.fsdp2_models import linears, look, sharded_net, trained, trained_linears, values
-from tests.on_torch.helpers.models import build_net, loss_of, seed_cpu
+from tests.on_torch.helpers.models import Spectral, build_net, loss_of, seed_cpu
 from tests.on_torch.helpers.scripts import Side, grads, inputs, raised
 
 
@@ -164,3 +164,21 @@ def after_an_exception_in_forward(side):
     error = raised(lambda: loss_of(model, 0, side.rank))
     model.reset_iter_state()
     return [error, look(model), trained(side, model), raised(model.blocks[0].reset_iter_state)]
+
+
+@scenario()
+def complex_parameters(side):
+    seed_cpu(6)
+    model = nn.Sequential(nn.Linear(4, 6), Spectral(6), nn.Linear(6, 2))
+    policy = side.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    for part, options in ((model[1], {}), (model, {"mp_policy": policy})):
+        side.fully_shard(part, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    results = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(inputs(side, step)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        results.append([norm, values(model)])
+    return [results, model.state_dict()]
