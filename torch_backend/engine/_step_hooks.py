@@ -203,6 +203,10 @@ class StepExecutor:
         dtype = unit.options.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
+    def has_run_in_part(self, unit: Unit) -> bool:
+        """Whether modules of a unit have run in this forward, and others have not."""
+        return self._step.has_run_in_part(unit.step)
+
     def _watch(self, unit: Unit, output: Any, *, whole: bool) -> None:
         tensors = list(tensors_in(output))
         if not any(tensor.requires_grad for tensor in tensors):
@@ -237,10 +241,6 @@ class StepExecutor:
             self._run(self._step.leave_forward(unit.step))
 
     # Backward
-
-    def has_run_in_part(self, unit: Unit) -> bool:
-        """Whether modules of a unit have run in this forward, and others have not."""
-        return self._step.has_run_in_part(unit.step)
 
     def begin_backward(self, unit: Unit, *, whole: bool = True) -> None:
         """Signal that a gradient of the unit's output is available.
