@@ -8,7 +8,7 @@ Shards keep full precision. Gathered parameters, compute and reductions may have
 from dataclasses import dataclass
 
 from crossframe.api import Api
-from crossframe.dtypes import COMPLEX, itemsize
+from crossframe.dtypes import COMPLEX, itemsize, numpy_dtype
 from crossframe.errors import PlanError
 from crossframe.quoting import quote
 
@@ -42,7 +42,7 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.reduce_dtype, self.buffer_dtype, self.output_dtype):
             if dtype is not None:
-                itemsize(dtype)
+                numpy_dtype(dtype)
         for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "cast_forward_inputs"):
@@ -129,7 +129,7 @@ def resolve_precision(
     Precision(stored='float32', gathered='bfloat16', reduced='bfloat16', kept='float32')
     """
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if stored in COMPLEX and dtype is not None and dtype not in COMPLEX:
+        if stored in COMPLEX and dtype is not None:
             raise PlanError(
                 f"{name}={quote(dtype)}: a parameter is {stored}, whose imaginary parts would be lost; shard its module as a "
                 f"unit of its own, with a policy without {name}"

@@ -8,7 +8,7 @@ from io import BufferedIOBase, BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
-from crossframe.dtypes import itemsize
+from crossframe.dtypes import itemsize, numpy_dtype
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import FileError, open_regular
 from crossframe.params import OVERFLOW
@@ -400,6 +400,6 @@ def _is_shape(shape: list) -> bool:
 
 def _check_dtype(fields: dict[str, Any], where: str) -> None:
     try:
-        itemsize(fields["dtype"])
+        numpy_dtype(fields["dtype"])
     except CrossframeError as error:
         raise RecordingError(f"{where}: {error}; record the run again") from None

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from crossframe.dtypes import itemsize
+from crossframe.dtypes import numpy_dtype
 from crossframe.errors import CrossframeError, RecordingError
 from crossframe.files import FileError, parse_json, read_bytes
 from crossframe.layout import Layout, layout_from_json
@@ -122,7 +122,7 @@ class Manifest:
             what = f"the layout of unit {name!r} over {self.mesh.shard} ranks, as 'mesh.shard' says"
             _expect(layout.world_size == self.mesh.shard, "units", what, f"{layout.world_size} ranks")
         with _naming("dtype"):
-            itemsize(self.dtype)
+            numpy_dtype(self.dtype)
         with _naming("units"):
             check_unique_names(param for _, layout in self.units for param in layout.params)
         _expect_names("units", (unit for unit, _ in self.units))

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.api import Api
-from crossframe.dtypes import FLOATING
-from crossframe.layout import FlatLayout, PerParamLayout
+from crossframe.dtypes import COMPLEX, FLOATING
+from crossframe.errors import UnsupportedError
+from crossframe.layout import FlatLayout, Layout, PerParamLayout
 from crossframe.params import ParamSpec
 from crossframe.state import canonical_name
 from crossframe.strategy import Strategy
@@ -47,7 +48,9 @@ def ours(model: nn.Module) -> Engine:
             is_flat = getattr(managed[0], "_fsdp_flattened", False)
             specs = [None if param is None else param.spec for param in registrar.tp_params]
             buckets.append(
-                Bucket(unit.name, unit.paths, each.layout, managed, places, is_flat, mesh.shards, specs=specs)
+                Bucket(
+                    unit.name, unit.paths, _of_pairs(each.layout), managed, places, is_flat, mesh.shards, specs=specs
+                )
             )
             is_divided |= any(spec is not None for spec in specs)
             is_on_rows &= not any(getattr(each.layout, "dims", None) or ())
@@ -302,6 +305,19 @@ def _by_unit(params: Registrations, units: Sequence[tuple[str, ...]]) -> dict[tu
         unit = of_module[enclosing_unit(name.rpartition(".")[0], known)]
         found.setdefault((unit, dtype_name(each.param.dtype.to_real())), []).append(name)
     return dict(sorted(found.items(), key=lambda entry: entry[0][0] != ("",)))
+
+
+def _of_pairs(layout: Layout) -> Layout:
+    """The layout of complex parameters as pairs of real numbers (`as_real`); others as they are."""
+    if layout.dtype not in COMPLEX:
+        return layout
+    if not isinstance(layout, PerParamLayout):
+        names = ", ".join(spec.name for spec in layout.params)
+        raise UnsupportedError(
+            f"complex parameters are recorded in the layout 'per_param' alone; {names}: {layout.dtype}"
+        )
+    dtype = "float32" if layout.dtype == "complex64" else "float64"
+    return replace(layout, params=tuple(replace(spec, shape=(*spec.shape, 2), dtype=dtype) for spec in layout.params))
 
 
 def _buckets(params: Registrations, units: Sequence[tuple[str, ...]], shards: int | None = None) -> list[Bucket]:

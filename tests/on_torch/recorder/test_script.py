@@ -715,6 +715,25 @@ def test_complex_parameters_are_recorded_as_pairs_of_real_numbers(run, tmp_path)
     assert fault is not None and (fault.step, fault.phase, fault.parameter) == (0, "backward", name)
 
 
+def test_sharded_complex_parameters_are_recorded_as_under_torch(tmp_path):
+    """An uneven number of rows on two ranks."""
+    sharded = COMPLEX.replace("optimizer =", "fully_shard(model[1])\nfully_shard(model)\noptimizer =").replace("4", "3")
+    recordings = []
+    for fsdp in ("torch.distributed.fsdp", "torch_backend"):
+        folder = tmp_path / fsdp
+        folder.mkdir()
+        (folder / "script.py").write_text(
+            "import sys, torch\nfrom torch import nn, distributed as dist\n"
+            f"from {fsdp} import fully_shard\ndist.init_process_group('gloo')\ntorch.manual_seed(0)\n{sharded}"
+            "dist.destroy_process_group()\n"
+        )
+        record(folder, nproc_per_node=2, every=1)
+        recordings.append(Recording.open(folder / "out"))
+    found = compare(*recordings)
+    assert found.verdict is Verdict.EQUAL, found.reason
+    assert recordings[1].manifest.params["1.weight"].shape == (3, 3, 5, 2)
+
+
 # Modules of gpytorch have a __call__ of their own, which runs no hooks.
 WITHOUT_HOOKS = """
 class Kernel(nn.Module):
