@@ -82,3 +82,11 @@ def test_a_policy_of_choices_that_are_no_bools_is_refused(field):
     for wrong in ("yes", 1, *([] if field == "cast_forward_inputs" else [None])):
         with pytest.raises(PlanError, match=field):
             PrecisionPolicy(**{field: wrong})
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+def test_R33_a_policy_that_drops_imaginary_parts_raises(name):
+    policy = PrecisionPolicy(**{name: "float32"})
+    with pytest.raises(PlanError, match=f"{name}='float32': a parameter is complex64.*a policy without {name}"):
+        policy.resolve("complex64")
+    assert PrecisionPolicy().resolve("complex64").reduced == "complex64"
