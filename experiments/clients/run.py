@@ -3,6 +3,7 @@
 The answer of a case's first comparison is kept: later runs, with corrected code, add theirs next to it.
 """
 
+import hashlib
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.errors import UsageError
-from experiments.environments import CODE, install_packages, run, without_places
+from experiments.environments import CODE, OURS_ALONE, install_packages, run, without_places
 from experiments.results import Results
 from experiments.untouched.cases import UNNAMED, Fault
 from experiments.untouched.run import DENSE, judge_fault, place_of, said_in
@@ -32,12 +33,16 @@ class Run:
     """One run of a client's script.
 
     Attributes:
-        options: the script's command line.
+        options: the script's command line; `{out}` stands for a folder that it writes to.
         ranks: processes of torchrun, or CPU devices of JAX.
+        fsdp: "torch_backend" replaces torch's FSDP, as `python -m torch_backend` does.
+        edits: (text of the script, that which replaces it). A run with edits is one of an edited copy.
     """
 
     options: str
     ranks: int
+    fsdp: str = "torch"
+    edits: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,15 @@ class Client:
     """A trainer that this project did not write, and a script that uses it.
 
     Attributes:
-        folder: has `train.py`, and `requirements.txt` if it needs packages next to those of the development environment.
+        script: beside it is `requirements.txt`, if it needs packages next to those of the development environment.
         perturbed: perturbed runs of the first run of a pair, and of the right run of the fault.
         right, wrong: runs of the fault.
     """
 
-    folder: Path
+    name: str
+    script: Path
     what: str
     release: str
-    ranks: int
     perturbed: int
     pairs: tuple[Pair, ...]
     fault: Fault
@@ -75,16 +80,8 @@ class Client:
     wrong: Run
 
     @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def script(self) -> Path:
-        return self.folder / "train.py"
-
-    @property
     def requirements(self) -> Path | None:
-        found = self.folder / "requirements.txt"
+        found = self.script.with_name("requirements.txt")
         return found if found.is_file() else None
 
 
@@ -102,16 +99,23 @@ def clients_of(only: Sequence[str] = (), folder: Path = HERE) -> list[Client]:
 
 def _client(folder: Path, table: Mapping[str, Any]) -> Client:
     ranks, perturbed, stated = table["ranks"], table["perturbed"], dict(table["fault"])
-    right, wrong = (Run(stated[key], ranks) for key in ("right", "wrong"))
+    script = (folder / table.get("script", "train.py")).resolve()
+    right, wrong = Run(stated["right"], ranks), Run(stated["wrong"], ranks, edits=_edits(stated.pop("edits", ())))
     kinds = {"script": "train", "dtypes": [], "world": ranks, "source": "", "diagnosis": UNNAMED}
     fault = Fault(**{"name": folder.name, "perturbed": perturbed, **kinds, **stated})
     pairs = tuple(_pair(each, ranks) for each in table["pairs"])
-    return Client(folder, table["what"], table["release"], ranks, perturbed, pairs, fault, right, wrong)
+    return Client(folder.name, script, table["what"], table["release"], perturbed, pairs, fault, right, wrong)
 
 
 def _pair(table: Mapping[str, Any], ranks: int) -> Pair:
-    of_a, of_b = table.get("ranks", (ranks, ranks))
-    return Pair(Run(table["a"], of_a), Run(table["b"], of_b), tuple(table["expected"]))
+    """Edits are those of `b`."""
+    (of_a, of_b), (fsdp_a, fsdp_b) = table.get("ranks", (ranks, ranks)), table.get("fsdp", ("torch", "torch"))
+    b = Run(table["b"], of_b, fsdp_b, _edits(table.get("edits", ())))
+    return Pair(Run(table["a"], of_a, fsdp_a), b, tuple(table["expected"]))
+
+
+def _edits(stated: Iterable[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((old, new) for old, new in stated)
 
 
 def run_clients(only: Sequence[str], *, cache: Path, output: Path | None, console: Console) -> int:
@@ -146,7 +150,8 @@ def run_client(client: Client, cache: Path, folder: Path, console: Console) -> d
         if (each, copy) not in recorded:
             path = folder / _file_name(each, copy)
             perturbed = client.perturbed if each in with_perturbed and not copy else 0
-            recorded[each, copy] = path, record(client, each, path, perturbed, environment)
+            script = _edited(client.script, each.edits, folder / "scripts" / path.name)
+            recorded[each, copy] = path, record(script, each, path, perturbed, environment)
         return recorded[each, copy]
 
     def answer(a: Run, b: Run) -> dict[str, Any]:
@@ -164,14 +169,36 @@ def run_client(client: Client, cache: Path, folder: Path, console: Console) -> d
     }
 
 
-def record(client: Client, of: Run, path: Path, perturbed: int, environment: Mapping[str, str]) -> str:
-    """Record a run and so many perturbed runs; returns why that failed, or ""."""
+def _edited(script: Path, edits: Iterable[tuple[str, str]], folder: Path) -> Path:
+    """The script, or a copy of it and of the files beside it, with these edits.
+
+    Raises:
+        UsageError: a text to replace is not in the script exactly once.
+    """
+    if not edits:
+        return script
+    text = script.read_text()
+    for old, new in edits:
+        if (found := text.count(old)) != 1:
+            raise UsageError(f"clients: {script} has {old!r} {found} times; an edit replaces a text that is there once")
+        text = text.replace(old, new)
+    shutil.copytree(script.parent, folder)
+    copy = folder / script.name
+    copy.write_text(text)
+    return copy
+
+
+def record(script: Path, of: Run, path: Path, perturbed: int, environment: Mapping[str, str]) -> str:
+    """Record a run of a script and so many perturbed runs; returns why that failed, or ""."""
     given = ["--output", str(path), "--every", "1", "--dense", str(DENSE), "--perturbed-runs", str(perturbed)]
-    if is_of_jax(client.script):
+    if is_of_jax(script):
         environment = {**environment, "JAX_NUM_CPU_DEVICES": str(of.ranks)}
     else:
         given += ["--nproc-per-node", str(of.ranks)]
-    command = [sys.executable, "-m", "crossframe", "record", str(client.script), *given, "--", *of.options.split()]
+    (out := path.with_name(f"{path.name}_out")).mkdir()
+    options = [word.replace("{out}", str(out)) for word in of.options.split()]
+    recorded, options = (OURS_ALONE, [str(script), *options]) if of.fsdp == "torch_backend" else (script, options)
+    command = [sys.executable, "-m", "crossframe", "record", str(recorded), *given, "--", *options]
     status, text = run(command, environment)
     return (text or f"exit status {status}") if status else ""
 
@@ -222,12 +249,27 @@ def _said(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(of: Run) -> str:
-    return f"`{of.options}` on {of.ranks}" if of.options else f"{of.ranks}"
+    words = [f"`{options}`" for options in [_options(of)] if options]
+    words += ["crossframe"] * (of.fsdp == "torch_backend")
+    words += [f"edited to `{_first_line(new)}`" for _, new in of.edits[:1]]
+    return " ".join([*words, *["on"] * bool(words), str(of.ranks)])
+
+
+def _options(of: Run) -> str:
+    return of.options.replace("{out}", "").strip()
+
+
+def _first_line(text: str) -> str:
+    """The beginning of the first line that says something, without what would end a cell of a table."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
+    return line.replace("`", "'")[:60]
 
 
 def _file_name(of: Run, copy: int) -> str:
     """Verdicts call a recording by it."""
-    return re.sub(r"\W+", "_", f"{of.options} {of.ranks} ranks{' again' * copy}").strip("_")
+    edited = f"edited {hashlib.sha256(repr(of.edits).encode()).hexdigest()[:4]}" * bool(of.edits)
+    words = [_options(of), "crossframe" * (of.fsdp == "torch_backend"), edited, f"{of.ranks} ranks", "again" * copy]
+    return re.sub(r"\W+", "_", " ".join(words)).strip("_")
 
 
 def summary_of(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from crossframe.errors import UsageError
 from crossframe.verdict.diagnosis import SIGNATURES
-from experiments.clients.run import _said, clients_of, summary_of, table_of
+from experiments.clients.run import _edited, _said, clients_of, summary_of, table_of
 from experiments.results import with_first_answers
 from experiments.untouched.cases import UNNAMED
 
@@ -25,6 +25,8 @@ def test_clients_are_whole():
         options = _options(client.script.read_text())
         for run in (client.right, client.wrong, *(run for pair in client.pairs for run in (pair.a, pair.b))):
             assert {each for each in run.options.split() if each.startswith("--")} <= options, (client.name, run)
+            script = client.script.read_text()
+            assert all(script.count(old) == 1 for old, _ in run.edits), (client.name, run)
 
 
 def _options(script):
@@ -37,6 +39,19 @@ def _options(script):
 def test_a_client_that_does_not_exist_raises():
     with pytest.raises(UsageError, match=r"expected names of \[.*'torchtitan'"):
         clients_of(["nobody"])
+
+
+def test_edits_are_made_in_a_copy(tmp_path):
+    script = tmp_path / "one" / "train.py"
+    script.parent.mkdir()
+    script.write_text("a = 1\nb = 1\n")
+    script.with_name("data.py").write_text("x = 1\n")
+    copy = _edited(script, [("a = 1", "a = 2")], tmp_path / "copy")
+    assert copy.read_text() == "a = 2\nb = 1\n" != script.read_text()
+    assert copy.with_name("data.py").is_file()
+    assert _edited(script, [], tmp_path / "none") == script
+    with pytest.raises(UsageError, match="has ' = 1' 2 times"):
+        _edited(script, [(" = 1", " = 2")], tmp_path / "twice")
 
 
 def test_pinned_packages_are_those_of_the_release():
