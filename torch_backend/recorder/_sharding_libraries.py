@@ -314,7 +314,7 @@ def _of_pairs(layout: Layout) -> Layout:
     if not isinstance(layout, PerParamLayout):
         names = ", ".join(spec.name for spec in layout.params)
         raise UnsupportedError(
-            f"complex parameters are recorded in the layout 'per_param' alone; {names}: {layout.dtype}"
+            f"complex parameters in a flat buffer are not recorded: {names}: {layout.dtype}; shard them with layout='per_param'"
         )
     dtype = "float32" if layout.dtype == "complex64" else "float64"
     return replace(layout, params=tuple(replace(spec, shape=(*spec.shape, 2), dtype=dtype) for spec in layout.params))

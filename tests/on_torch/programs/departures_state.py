@@ -2,6 +2,7 @@
 case of it, as in `departures_fsdp1`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,14 @@ def _has_managed(case: Case) -> bool:
 
 
 def _has_trained(case: Case) -> bool:
-    return any(node.kind not in ("group", "plain") and node.frozen != "all" for node in case.nodes)
+    return any(node.kind not in ("group", "plain") and node.frozen != "all" for node in _used(case.tree.root))
+
+
+def _used(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        if child.uses:
+            yield from _used(child)
 
 
 BUGS: tuple[Departure, ...] = ()
@@ -201,6 +209,14 @@ _ALL = (
         "StopIteration",
         lambda case: not _has_managed(case),
         with_nodes(lambda node: replace(node, ignored=False)),
+    ),
+    Departure(
+        "buffers of an ignored module with two names, where other ranks than the first have no full state dict",
+        "torch takes them from it under the first name alone, and leaves those under the second; ours leaves both",
+        _one(Node("buffers", again=True, ignored=True), rank0_only=True, steps=0),
+        "keys",
+        lambda case: case.options.rank0_only and any(node.ignored and node.again for node in case.nodes),
+        with_nodes(lambda node: replace(node, again=False) if node.ignored else node),
     ),
     Departure(
         "the ShardedTensor of a parameter without elements",

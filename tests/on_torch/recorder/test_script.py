@@ -715,23 +715,33 @@ def test_complex_parameters_are_recorded_as_pairs_of_real_numbers(run, tmp_path)
     assert fault is not None and (fault.step, fault.phase, fault.parameter) == (0, "backward", name)
 
 
-def test_sharded_complex_parameters_are_recorded_as_under_torch(tmp_path):
+def _record_sharded_complex(folder, fsdp, options=""):
     """An uneven number of rows on two ranks."""
-    sharded = COMPLEX.replace("optimizer =", "fully_shard(model[1])\nfully_shard(model)\noptimizer =").replace("4", "3")
+    shard = f"fully_shard(model[1]{options})\nfully_shard(model)\noptimizer ="
+    folder.mkdir()
+    (folder / "script.py").write_text(
+        "import sys, torch\nfrom torch import nn, distributed as dist\n"
+        f"from {fsdp} import fully_shard\ndist.init_process_group('gloo')\ntorch.manual_seed(0)\n"
+        f"{COMPLEX.replace('optimizer =', shard).replace('4', '3')}dist.destroy_process_group()\n"
+    )
+    return record(folder, nproc_per_node=2, every=1)
+
+
+def test_sharded_complex_parameters_are_recorded_as_under_torch(tmp_path):
     recordings = []
     for fsdp in ("torch.distributed.fsdp", "torch_backend"):
         folder = tmp_path / fsdp
-        folder.mkdir()
-        (folder / "script.py").write_text(
-            "import sys, torch\nfrom torch import nn, distributed as dist\n"
-            f"from {fsdp} import fully_shard\ndist.init_process_group('gloo')\ntorch.manual_seed(0)\n{sharded}"
-            "dist.destroy_process_group()\n"
-        )
-        record(folder, nproc_per_node=2, every=1)
+        _record_sharded_complex(folder, fsdp)
         recordings.append(Recording.open(folder / "out"))
     found = compare(*recordings)
     assert found.verdict is Verdict.EQUAL, found.reason
     assert recordings[1].manifest.params["1.weight"].shape == (3, 3, 5, 2)
+
+
+def test_complex_parameters_in_a_flat_buffer_are_refused(tmp_path, capfd):
+    with pytest.raises(UsageError):
+        _record_sharded_complex(tmp_path / "flat", "torch_backend", ", layout='flat'")
+    assert "1.weight: complex128; shard them with layout='per_param'" in capfd.readouterr().err
 
 
 # Modules of gpytorch have a __call__ of their own, which runs no hooks.
