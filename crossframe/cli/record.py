@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from crossframe.cli.launched import Launched, launched, own_port
 from crossframe.cli.option_values import check_perturbed_runs, check_size
 from crossframe.cli.script_imports import is_of_jax
 from crossframe.cli.training_command import MAX_PROCESSES, TrainingCommand, assignments
@@ -60,6 +61,8 @@ def record_script(
 ) -> None:
     """Run a script or module once, and once for each perturbed run.
 
+    In each process of a launcher this is one of the ranks. The recording then states a command with as many processes.
+
     Args:
         output: where the recording goes. None: runs/ and the script's name.
         framework: "torch" or "jax": whose optimizers the script uses. None: JAX if it imports JAX and not torch.
@@ -84,6 +87,8 @@ def record_script(
         UsageError: options that do not fit.
     """
     stated, framework = framework, framework_of(training, framework)
+    process = _launched(training)
+    nproc_per_node = process.count if process is not None and framework == "torch" else training.nproc_per_node
     if dense is None:
         dense = DENSE_FORWARD if forward else DENSE
     for name, value, least, most in (
@@ -120,8 +125,8 @@ def record_script(
         command += ["--framework", stated]
     if forward:
         command.append(FORWARD_OPTION)
-    if training.nproc_per_node is not None:
-        command += ["--nproc-per-node", str(training.nproc_per_node)]
+    if nproc_per_node is not None:
+        command += ["--nproc-per-node", str(nproc_per_node)]
     command += ["--every", str(every), "--dense", str(dense)]
     command += window_arguments(windows)
     if detail != "auto":
@@ -131,6 +136,10 @@ def record_script(
         recording = Recording.open(directory)
         again = again or again_in(shlex.split(recording.manifest.settings.get(COMMAND) or ""))
         first = _missing(recording, _text(training, command, again), perturbed_runs)
+
+    def say(text: str) -> None:
+        if process is None or process.number == 0:
+            console.print(text, highlight=False)
 
     def program(options: dict[str, Any]) -> list[str]:
         stated = {COMMAND: _text(training, command, options)}
@@ -160,35 +169,53 @@ def record_script(
                 if "by_hand" in found
                 else "does not use all optimizers that it makes"
             )
-            console.print(f"ran again with {shlex.join(_words_of(found))}: the script {why}", highlight=False)
+            say(f"ran again with {shlex.join(_words_of(found))}: the script {why}")
         if status:
             what = f"perturbed run {perturbed_run} of {training.script}" if perturbed_run else str(training.script)
             how = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
             raise FailedRunError(f"{what} was not recorded, or not to its end: {how}")
-        console.print(
-            f"recorded {'perturbed run ' + str(perturbed_run) + ' ' if perturbed_run else ''}in {directory}",
-            highlight=False,
+        say(f"recorded {f'perturbed run {perturbed_run} ' if perturbed_run else ''}in {directory}")
+
+
+def _launched(training: TrainingCommand) -> Launched | None:
+    """Which process of a launcher this is.
+
+    Raises:
+        UsageError: it is to start others.
+    """
+    process = launched(os.environ | training.variables)
+    if process is not None and training.nproc_per_node is not None:
+        raise UsageError(
+            f"record: --nproc-per-node starts processes, but {process.by} has started {process.count}, each of which runs this "
+            "command; leave the option out, and each is recorded as a rank"
         )
+    return process
 
 
 def run_program(
-    program: Callable[[dict[str, Any]], list[str]], options: dict[str, Any], **how: Any
+    program: Callable[[dict[str, Any]], list[str]], options: dict[str, Any], environment: Mapping[str, str], **how: Any
 ) -> tuple[int, str, dict[str, Any]]:
     """Run a script and record it, and again if no step ended and the recorder knows options with which steps would end.
 
     Args:
         program: the command line for options of a `Recorder`.
+        environment: variables next to those of this process.
         how: arguments of `crossframe.processes.run`.
 
     Returns:
         The exit status, what was printed if it is captured, and the options with which the script ran again; {} if it did not.
     """
-    directory = Path(options["directory"])
+    directory, earlier = Path(options["directory"]), 2 * options.get("perturbed_run", 0)
+
+    def tried(options: dict[str, Any], earlier: int) -> tuple[int, str]:
+        variables = own_port(earlier, os.environ | dict(environment))
+        return run(program(options), environment={**environment, **variables}, **how)
+
     _stated_by_ranks(directory)  # by those of a command that was ended before it read them
-    status, text = run(program(options), **how)
+    status, text = tried(options, earlier)
     if not status or not (found := _stated_by_ranks(directory)) or found.keys() & options.keys():
         return status, text, {}
-    return *run(program(options | found | {"overwrite": True}), **how), found
+    return *tried(options | found | {"overwrite": True}, earlier + 1), found
 
 
 def _words_of(options: Mapping[str, Any]) -> list[str]:

@@ -139,8 +139,8 @@ def _of_torchrun(words: list[str], command: str) -> tuple[int, list[str]]:
             number = value if equals else words.pop(0) if words else ""
         elif option != "--standalone":
             raise UsageError(
-                f"{command}: of torchrun's options expected --nproc-per-node and --standalone, got {quote(option)}; for several "
-                "nodes use a Recorder in the script"
+                f"{command}: of torchrun's options expected --nproc-per-node and --standalone, got {quote(option)}; on several "
+                "machines record runs by `torchrun ... -m crossframe record SCRIPT`, and compare them"
             )
     if not number.isdecimal() or len(number) > 9:
         raise UsageError(f"{command}: torchrun --nproc-per-node: expected a number of processes, got {quote(number)}")

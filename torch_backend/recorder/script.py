@@ -137,7 +137,7 @@ class ScriptRecorder:
     def watching(self) -> Iterator[None]:
         """A context in which the script runs."""
         with self._whole_run as stack:
-            if self._options.get("perturbed_run"):
+            if self._options.get("perturbed_run") or self._by_hand or self._idle_optimizers:
                 stack.enter_context(
                     replacing(_rendezvous, "_create_c10d_store", self._with_own_keys(_rendezvous._create_c10d_store))
                 )
@@ -229,7 +229,8 @@ class ScriptRecorder:
         """Where torchrun started the command, its store still has the keys of the runs before this one."""
 
         def create(*args: Any, **kwargs: Any) -> Store:
-            return PrefixStore(f"perturbed run {self._options['perturbed_run']}", own(*args, **kwargs))
+            number = self._options.get("perturbed_run", 0)
+            return PrefixStore(f"run {number} {self._by_hand} {sorted(self._idle_optimizers)}", own(*args, **kwargs))
 
         return create
 
