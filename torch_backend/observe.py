@@ -1,12 +1,10 @@
 """Observers of the engine: a trace of its events, and access to tensors that exist only within a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from crossframe.layout import Layout
 from crossframe.trace import Event
 
 
@@ -17,7 +15,8 @@ class Observer:
         """A collective was issued, or unsharded memory was freed."""
 
     def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        """The local unsharded gradients of a unit before their reduction, with canonical names and original shapes."""
+        """Gradients that autograd delivers for one use of a unit, before anything adds them up: by canonical names, in original
+        shapes. A backward through several uses delivers as many."""
 
 
 class TraceRecorder(Observer):
@@ -52,12 +51,7 @@ def record_trace() -> Iterator[list[Event]]:
         yield recorder.events
 
 
-def tell_local_grads(unit: str, layout: Layout, grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
-    """Pass the local unsharded gradients of one bucket, in the layout's order, to all observers; None means zeros."""
-    if observers:
-        named = {
-            spec.name: torch.zeros_like(leaf) if grad is None else grad
-            for spec, leaf, grad in zip(layout.params, leaves, grads, strict=True)
-        }
-        for observer in observers:
-            observer.local_grads(unit, named)
+def tell_local_grads(unit: str, grads: Mapping[str, Tensor]) -> None:
+    """Pass gradients of a unit to all observers."""
+    for observer in observers:
+        observer.local_grads(unit, grads)

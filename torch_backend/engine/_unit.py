@@ -23,7 +23,7 @@ from torch_backend.engine._bucket import Bucket, Writeback
 from torch_backend.engine._unit_options import UnitOptions
 from torch_backend.memory._full_grads import FullGrads
 from torch_backend.memory._optimizer_steps import count_steps
-from torch_backend.observe import tell_local_grads
+from torch_backend.observe import observers, tell_local_grads
 from torch_backend.ranks._collectives import UnitMesh
 
 
@@ -311,6 +311,11 @@ class Unit:
                     "set or dataclass"
                 )
             self.executor.begin_backward(self)
+        if observers:
+            names = [spec.name for bucket in self.buckets for spec in bucket.layout.params]
+            tell_local_grads(
+                self.name, {names[i]: grad for i, grad in zip(indices, grads, strict=True) if grad is not None}
+            )
         self._grads.add(indices, grads)
         # What a nested backward delivers (reentrant checkpointing inside the unit) is a part; the rest is to come.
         if torch._C._current_graph_task_id() == self._task:
@@ -340,7 +345,6 @@ class Unit:
                     for grad, leaf in zip(grads, bucket.buffer.leaves, strict=True)
                 ]
             if any(grad is not None for grad in grads):
-                tell_local_grads(self.name, bucket.layout, grads, bucket.buffer.leaves)
                 hook = self.options.comm_hook
                 bucket.start_reduction(grads, unit=self.name, hook=hook, all_reduce=settings.all_reduce_grads)
 

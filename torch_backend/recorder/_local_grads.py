@@ -50,6 +50,8 @@ class LocalGrads(Observer):
         self._view, self._is_of_engine = view, view.engine.names is not None
         self.events: list[Event] = []
         self._grads: dict[str, Tensor] = {}
+        # By name what our engine has reported of the last backward, which autograd would add up in the dtype of the gradient.
+        self._arrived: dict[str, tuple[int, Tensor]] = {}
         # By id the parameters that have a hook, as forward read them.
         self._hooked: dict[int, Tensor] = {}
         self._handles: list[Any] = []
@@ -79,9 +81,14 @@ class LocalGrads(Observer):
 
     def local_grads(self, unit: str, grads: Mapping[str, Tensor]) -> None:
         if self._is_of_engine:
+            task = torch._C._current_graph_task_id()
             with quietly():
                 for name, grad in grads.items():
-                    self._add(name, grad)
+                    before, arrived = self._arrived.get(name, (task, None))
+                    if before != task and arrived is not None:
+                        self._add(name, arrived)
+                        arrived = None
+                    self._arrived[name] = task, grad.clone() if arrived is None else arrived + grad
 
     def listen(self, entered: Iterator[tuple[str, str, Tensor]]) -> None:
         """Add hooks for the gradients of these parameters, as (unit, name, value), unless our engine reports them."""
@@ -129,6 +136,7 @@ class LocalGrads(Observer):
         """The script has set the gradients since the last update to None or zero."""
         if self._is_of_engine and not self._updated:
             self._grads.clear()
+            self._arrived.clear()
         for name in self._of_turn:
             self._grads.pop(name, None)
         self._of_turn.clear()
@@ -136,6 +144,9 @@ class LocalGrads(Observer):
     def by_unit(self) -> dict[str, dict[str, Tensor]]:
         """The gradients of this rank's batch by unit and parameter, summed over microbatches. In a unit with gradients, trained
         parameters without one have zeros."""
+        for name, (_, arrived) in self._arrived.items():
+            self._add(name, arrived)
+        self._arrived.clear()
         grads = self._grads
         if self._view.engine.names is not None:
             names = self._view.engine.names()

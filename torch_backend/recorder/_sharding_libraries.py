@@ -61,6 +61,7 @@ def ours(model: nn.Module) -> Engine:
     first = named[meshes.index(mesh := largest(meshes))].unit
     are_alike = all(each == mesh for each in meshes)
     place = Place.of(meshes, is_divided=is_divided)
+    leaves = [leaf for each in named for bucket in each.unit.buckets for leaf in bucket.buffer.leaves]
 
     def names() -> dict[str, str]:
         return {
@@ -78,7 +79,7 @@ def ours(model: nn.Module) -> Engine:
         ),
         place,
         buckets,
-        compute_dtype=name_or_none(first.buckets[0].buffer.leaves[0].dtype) if first.buckets else None,
+        compute_dtype=name_or_none(leaves[0].dtype) if leaves else None,
         names=names,
         is_gathered=is_divided or not are_alike or not is_on_rows,
     )

@@ -243,6 +243,8 @@ class ScriptRecorder:
 
     def _looking(self, own: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # what is compiled was looked for before, and may allow no graph breaks
+                return own(module, *args, **kwargs)
             trains = is_differentiated() and not in_backward() and not in_transform()
             if self._recorder is None and not self._depth and (trains or self._forward_only):
                 self._consider(module)
@@ -253,8 +255,7 @@ class ScriptRecorder:
             finally:
                 self._depth -= 1
 
-        # Where the script compiles its whole step, only what the call runs is compiled.
-        return _disable_dynamo(call, recursive=False)
+        return call
 
     def _compiling(self, own: Any) -> Any:
         """Calls of modules inside of compiled functions are not seen, and hooks that modules get later are not compiled. So the

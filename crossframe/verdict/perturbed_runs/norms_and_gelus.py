@@ -81,6 +81,7 @@ class Recogniser:
         self._recent: dict[tuple[int, int], list[Sequence[Quantity]]] = {}
         self._gelu_of: dict[str, str] = {}
         self._norms: dict[str, str | None] = {}
+        self._num_channels: dict[str, int] = {}
         self._weights: dict[str, np.ndarray] = {}
 
     def note_weights(self, group: Sequence[Quantity]) -> None:
@@ -116,6 +117,10 @@ class Recogniser:
         if y.name not in self._norms:
             self._norms[y.name] = _norm_of(x.a, y.a)
         if (norm := self._norms[y.name]) is None:
+            return Estimates()
+        channels = y.a.shape[_channel_dim(norm)]
+        if self._num_channels.setdefault(y.name, channels) != channels:  # such as positions, which sequences have more or less of
+            self._norms[y.name] = None
             return Estimates()
         dtype, gains = coarser(*y.dtypes), np.array([*_gains(x.a, y.a, norm), *_gains(x.b, y.b, norm)])
         weight, over_batch = self._weight(x, y, norm, gains), norm in _OVER_BATCH

@@ -75,3 +75,18 @@ def test_a_gelu_is_recognised_on_both_sides(acts, tanh):
     assert recogniser.estimates([of_both[0]]).tanh is None
     found = recogniser.estimates([of_both[1]]).tanh
     assert found == (None if tanh is None else pytest.approx(tanh, abs=1e-9))
+
+
+def test_a_function_of_positions_is_no_norm_whatever_their_number():
+    """A module that scales each position looks like a batch norm, whose channels sequences of two lengths would not have."""
+    recogniser, found = Recogniser(), Estimates()
+    for length in (40, 13):
+        x = np.random.default_rng(0).normal(size=(6, length, 8))
+        y = (x - x.mean(axis=(0, 2), keepdims=True)) * np.linspace(1, 2, length)[:, None]
+        for use, value in (("input", x), ("output", y)):
+            made = quantity(value, value, phase="forward", module="scale", use=use, parameter="", microbatch=length)
+            one = recogniser.estimates([made])
+            if use == "output":
+                assert (one.gain is None) is (length == 13)
+                found += one
+    assert found.gain == 0.0
