@@ -56,20 +56,36 @@ def _two_by_half() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def _fsdp1(package: Any, module: nn.Module, *, hybrid: bool = False, low: bool = False, **options: Any) -> nn.Module:
+def _fsdp1(
+    package: Any,
+    module: nn.Module,
+    *,
+    hybrid: bool = False,
+    low: bool = False,
+    reduce: torch.dtype = torch.float32,
+    **options: Any,
+) -> nn.Module:
     if hybrid:
         options |= {"device_mesh": _two_by_half(), "sharding_strategy": package.ShardingStrategy.HYBRID_SHARD}
     if low:
-        options["mixed_precision"] = package.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mixed_precision"] = package.MixedPrecision(torch.bfloat16, reduce_dtype=reduce)
     policy = ours.ModuleWrapPolicy if package is ours else ModuleWrapPolicy
     return package.FullyShardedDataParallel(
         module, auto_wrap_policy=policy({Block}), device_id=torch.device("cpu"), **options
     )
 
 
-def _fsdp2(package: Any, module: Any, *, hybrid: bool = False, low: bool = False, **options: Any) -> nn.Module:
+def _fsdp2(
+    package: Any,
+    module: Any,
+    *,
+    hybrid: bool = False,
+    low: bool = False,
+    reduce: torch.dtype = torch.float32,
+    **options: Any,
+) -> nn.Module:
     if low:
-        options["mp_policy"] = package.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = package.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce)
     if hybrid:
         options["mesh"] = _two_by_half()
     for block in module.blocks:

@@ -195,6 +195,19 @@ def test_in_low_precision_what_forward_saw_is_low_and_what_the_optimizer_has_is_
         assert recording.full(REDUCE, 0, "scale").dtype == recording.full(UPDATE, 0, "scale").dtype == np.float32
 
 
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp1 flat", "fsdp2"])
+def test_under_torch_and_ours_low_gradients_of_microbatches_are_equal(ranks, tmp_path, api):
+    """Nothing is reduced after the first microbatch, and the embedding is used twice in each."""
+    low = {"dtype": torch.float32, "low": True, "reduce": torch.bfloat16, "microbatches": 2}
+    recordings = []
+    for whose in ("torch", "ours"):
+        directory = where(tmp_path, whose)
+        ranks.run(2, partial(train, **low), f"{whose} {api}", directory)
+        recordings.append(Recording.open(directory))
+    found = compare(*recordings)
+    assert found.verdict is Verdict.EQUAL, found.reason
+
+
 def test_sketches_say_what_full_tensors_say(ranks, tmp_path):
     full, sketched = where(tmp_path, "full"), where(tmp_path, "sketched")
     ranks.run(2, train, "torch fsdp2", full)
