@@ -103,7 +103,7 @@ class LocalGrads(Observer):
                 self._handles.append(value.register_hook(self._adder(name, value)))
 
     def _adder(self, name: str, value: Tensor) -> Callable[[Tensor], None]:
-        is_unsharded = self._view.mesh.shard == 1
+        is_unsharded, is_alone = self._view.mesh.shard == 1, self._view.engine.model_ranks is None
 
         def add(grad: Tensor) -> None:
             if id(value) in self._updated or _num_returning:
@@ -114,7 +114,8 @@ class LocalGrads(Observer):
                 self._grads.pop(name, None)
             self._of_turn.add(name)
             with quietly():
-                self._add(name, grad)
+                # Of a parameter that each rank has in full, a DTensor has this rank's summand.
+                self._add(name, grad._local_tensor if is_alone and isinstance(grad, DTensor) else grad)
 
         return add
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from crossframe.recording.event_format import INPUT, OUTPUT
 from torch_backend.ranks._collectives import Communicator, default_process_group
@@ -151,7 +151,7 @@ class ModelRanks:
             module, name: the module that it is the input or output of (`use`), and its name.
         """
         if isinstance(value, DTensor):
-            return value.full_tensor(), None
+            return self._gathered(value), None
         value = value.contiguous()
         every = self._ranks.gather_objects((tuple(value.shape), hash_of(value)))
         shapes = [shape for shape, _ in every]
@@ -175,6 +175,17 @@ class ModelRanks:
         parts = [part.narrow(dim, 0, shape[dim]) for part, shape in gathered]
         runs = weight.stride if weight is not None and use == OUTPUT and dim == value.ndim - 1 else 1
         return joined(parts, dim, runs), None
+
+    def _gathered(self, value: DTensor) -> Tensor | None:
+        """A DTensor, gathered over the dims of its mesh along which model ranks lie. None if not samples are along others."""
+        mesh = value.device_mesh
+        placements = [
+            Replicate() if {*dist.get_process_group_ranks(mesh.get_group(dim))} <= {*self.ranks} else placement
+            for dim, placement in enumerate(value.placements)
+        ]
+        if not all(each.is_replicate() or each.is_shard(0) for each in placements):
+            return None
+        return value.redistribute(placements=placements).to_local()
 
     def _weight(self, module: nn.Module | None, name: str) -> "_Weight | None":
         # A flat parameter has no parameters in modules, which use views of it.

@@ -270,17 +270,19 @@ class Watch:
 
     def _report_activation(self, name: str, use: str, value: Any) -> None:
         found = next((tensor for tensor in tensors_in(value) if dtype_name(tensor.dtype.to_real()) in FLOATING), None)
-        if found is None or not self._is_recorded(found):
+        if found is None or (found := self._recorded(found)) is None:
             return
         call = next_call(name, lambda call: (call, use) in self._seen)
         if call is not None:
             self._seen.add((call, use))
             self._forwards.report(self._sink.activation, call, use, as_real(found.detach()), operator_of(found))
 
-    def _is_recorded(self, tensor: Tensor) -> bool:
-        return _is_plain(tensor) or (
-            isinstance(tensor, DTensor) and self._view is not None and self._view.engine.model_ranks is not None
-        )
+    def _recorded(self, tensor: Tensor) -> Tensor | None:
+        """What is recorded of an activation: a DTensor, of which model ranks gather their parts, or what this rank has of it."""
+        own, engine = _own(tensor), None if self._view is None else self._view.engine
+        if isinstance(tensor, DTensor) and engine is not None and engine.model_ranks is not None:
+            return tensor if engine.tensor_ranks is not None else own if own is not None else tensor
+        return own
 
     def _entered(self, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         """(unit, name, value) of every parameter that can be read in full when this module begins, for each registration."""
@@ -495,8 +497,16 @@ def _depends_on(value: Tensor, leaves: set[int]) -> bool:
 
 def _inputs_in(value: Any) -> list[Tensor]:
     """The tensors that a model is given, or else the arrays of numpy, which a model of Keras converts itself."""
-    tensors = [tensor for tensor in tensors_in(value) if _is_plain(tensor)]
+    tensors = [own for tensor in tensors_in(value) if (own := _own(tensor)) is not None]
     return tensors or list(arrays_in(value))
+
+
+def _own(tensor: Tensor) -> Tensor | None:
+    """A tensor that is whole on this rank, or the samples of this rank in a DTensor; None: another kind."""
+    if isinstance(tensor, DTensor):
+        divided = (each for dim, each in enumerate(tensor.placements) if tensor.device_mesh.size(dim) > 1)
+        return tensor._local_tensor if all(each.is_replicate() or each.is_shard(0) for each in divided) else None
+    return tensor if _is_plain(tensor) else None
 
 
 def _is_state(given: Tensor, state: Tensor) -> bool:
