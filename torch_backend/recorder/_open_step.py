@@ -1,6 +1,6 @@
 """Steps until they are written: losses and batches, and which optimizers have stepped."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,14 +79,14 @@ class OpenStep:
         for kept in (self.losses, self._before_backward):
             del kept[len(kept) - num_losses :]
 
-    def steps(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
-        """An optimizer of the model is about to step after this number of forwards. One that divides gradients also divides the
-        losses since the last optimizer stepped."""
+    def steps(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], forwards: int) -> None:
+        """An optimizer of the model is about to update some of its parameters after this number of forwards. One that divides
+        gradients also divides the losses since the last optimizer stepped."""
         if (divisor := getattr(optimizer, "loss_divisor", 1.0)) != 1.0:
             self.losses[self._num_divided :] = [loss / divisor for loss in self.losses[self._num_divided :]]
-            self.divisors.update((id(param), divisor) for param in params_of(optimizer))
+            self.divisors.update((id(param), divisor) for param in params)
         self._num_divided = len(self.losses)
-        self.updated.update((id(param), forwards) for param in params_of(optimizer))
+        self.updated.update((id(param), forwards) for param in params)
         if is_wrapper(optimizer):
             return
         self._stepped.append(optimizer)
@@ -177,6 +177,14 @@ class OpenStep:
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def stepped_params(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The parameters that a call of `step` with these arguments updates: those among its arguments, as where hooks release
+    gradients in backward (`optimizer.step(param=param)` of optimi), or else all. Another call of `step` follows such ones."""
+    given = {id(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)}
+    every = params_of(optimizer)
+    return [param for param in every if id(param) in given] or every
 
 
 def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,6 +16,7 @@ from crossframe.replacing import replacing, subclasses_of
 from torch_backend.recorder._contexts import in_backward, watching_checkpoints
 from torch_backend.recorder._local_grads import gradients_returned
 from torch_backend.recorder._module_hooks import hooks_left_out
+from torch_backend.recorder._open_step import stepped_params
 
 _UNSCALED, _SCALER = "_crossframe_unscaled", "_crossframe_scaler"
 # The function that torch.nn.utils.clip_grad_norm_ calls after computing the norm, and its public name.
@@ -58,8 +59,8 @@ class Listener:
     def norm(self, params: Sequence[Tensor] | None, norm: Tensor) -> None:
         """The gradient norm before clipping is known."""
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+    def steps(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        """An optimizer is about to update these of its parameters."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
@@ -73,7 +74,9 @@ def overheard(listener: Listener, model: nn.Module) -> Iterator[None]:
         model: a model, possibly with a `clip_grad_norm_` method.
     """
     handles = [
-        register_optimizer_step_pre_hook(lambda optimizer, *_: listener.steps(optimizer)),
+        register_optimizer_step_pre_hook(
+            lambda optimizer, args, kwargs: listener.steps(optimizer, stepped_params(optimizer, args, kwargs))
+        ),
         register_optimizer_step_post_hook(lambda optimizer, *_: listener.stepped(optimizer)),
     ]
     with ExitStack() as stack:

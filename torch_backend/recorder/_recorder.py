@@ -463,7 +463,7 @@ class Recorder(Listener):
             self._open.norm = norm.detach().clone()
 
     @_disable_dynamo
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def steps(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         with quietly():
             self._begun()
             if self._has_any(params_of(optimizer)):
@@ -472,15 +472,15 @@ class Recorder(Listener):
                 )
                 for part in self._parts:
                     part.watch.release()
-                self._open.steps(optimizer, self._parts[0].watch.microbatches)
+                self._open.steps(optimizer, params, self._parts[0].watch.microbatches)
                 if is_wrapper(optimizer):
                     return  # the optimizer in it gets the gradients, possibly after another backward
                 if is_further:
                     self.follow(optimizer)
                 for part in self._parts:
-                    part.watch.updates(params_of(optimizer))
+                    part.watch.updates(params)
                 # Set by a GradScaler whose scale the optimizer's own kernel takes out.
-                self._keep_grads(params_of(optimizer), getattr(optimizer, "grad_scale", None))
+                self._keep_grads(params, getattr(optimizer, "grad_scale", None))
 
     # Writing
 

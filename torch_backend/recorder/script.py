@@ -20,7 +20,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from importlib import import_module
@@ -48,7 +48,7 @@ from torch_backend.recorder._fastai_optimizers import follow_fastai
 from torch_backend.recorder._keras_optimizers import KerasOptimizers
 from torch_backend.recorder._models_together import models_together, modules_beside, whole_of
 from torch_backend.recorder._module_tree import reshard
-from torch_backend.recorder._open_step import is_wrapper, params_of
+from torch_backend.recorder._open_step import is_wrapper, params_of, stepped_params
 from torch_backend.recorder._recorder import Recorder
 from torch_backend.recorder._script_parallelism import Sequences, pipelines, sequences, stages_of
 from torch_backend.recorder._script_processes import end_process, recorded_processes
@@ -486,7 +486,7 @@ class ScriptRecorder:
         self._stepping.append(optimizer)
 
     @_disable_dynamo
-    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+    def _steps(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An optimizer has stepped."""
         while self._stepping and self._stepping.pop() is not optimizer:
             pass  # the step of one inside of it has failed
@@ -497,6 +497,8 @@ class ScriptRecorder:
         if self._recorder is None:
             self._num_strange_steps += not self._stepping
             self._updated_before.update([] if is_wrapper(optimizer) else _params_of(optimizer))
+            return
+        if len(stepped_params(optimizer, args, kwargs)) < len(params_of(optimizer)):
             return
         if not is_wrapper(optimizer):
             self._count(optimizer)
