@@ -203,6 +203,9 @@ def view_of(model: nn.Module, stated: Arrangement, stage: int, inputs: Sequence[
     engine = joined_by(in_known_layouts(_engine_of(model, places, stated, inputs)), stated.pipeline, inputs)
     if stated.context is not None:
         engine = of_sequences(engine, stated.context, stated.pipeline)
+    if stated.pipeline is None and stated.context is None and engine.model_ranks is None:
+        names = (spec.name for bucket in engine.buckets for spec in bucket.layout.params)
+        engine = replace(engine, place=engine.place.among_copies(names))
     (replica, num_replicas), (shard, num_shards) = engine.place.replicas, engine.place.shards
     if not engine.buckets:
         why = "the model has no parameters of a floating dtype"

@@ -1,12 +1,19 @@
 """The data-parallel ranks of each unit, and the place of this rank among those of all units."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from torch_backend.recorder._model_ranks import Axes
+
+_SECONDS = 30
+# Calls of this process, by store and names of parameters.
+_exchanges: dict[tuple[Any, str], int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +77,35 @@ class Place:
         if not are_alike and not is_divided and mesh.size < dist.get_world_size():
             return cls((0, 1), (0, 1), (), {})
         return cls(place_in(mesh.replicas), place_in(mesh.shards), mesh.groups)
+
+    def among_copies(self, names: Iterable[str]) -> "Place":
+        """The place where other ranks train a model of these parameters on meshes of their own, as where fully_shard gets one dim
+        of a mesh: these are further replicas, between which nothing is reduced.
+
+        The meshes are exchanged through the store, without collectives, since other ranks may do something else. They have
+        _SECONDS to come.
+        """
+        size, world = self.replicas[1] * self.shards[1], dist.group.WORLD
+        if world is None or not 1 < size < world.size():
+            return self
+        digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+        store: Any = dist.distributed_c10d._get_default_store()
+        number = _exchanges[store, digest] = _exchanges.get((store, digest), 0) + 1
+        keys = [f"crossframe/copies/{digest}/{number}/{rank}" for rank in range(world.size())]
+        store.set(keys[world.rank()], json.dumps([dist.get_process_group_ranks(group) for group in self.groups]))
+        try:
+            store.wait(keys, timedelta(seconds=_SECONDS))
+        except dist.DistError:
+            return self
+        meshes: list[set[int]] = []
+        for ranks in [{*group} for each in store.multi_get(keys) for group in json.loads(each)]:
+            joined = [mesh for mesh in meshes if mesh & ranks]
+            meshes = [mesh for mesh in meshes if not mesh & ranks] + [ranks.union(*joined)]
+        meshes.sort(key=min)
+        if any(len(mesh) != size for mesh in meshes):
+            return self
+        (index, of_copy), copy = self.replicas, next(i for i, mesh in enumerate(meshes) if world.rank() in mesh)
+        return replace(self, replicas=(copy * of_copy + index, len(meshes) * of_copy), groups=(*self.groups, world))
 
 
 def place_in(group: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import torch_backend as ours
+from crossframe.inspection import inspect
 from crossframe.layout import FlatLayout
 from crossframe.recording import Recording
 from crossframe.recording.event_format import PARAMETERS, REDUCE
@@ -24,7 +25,7 @@ from crossframe.verdict import Verdict, compare
 from tests.on_torch.recorder.test_further_parallelism import Gated
 from tests.on_torch.recorder.test_further_parallelism import Net as GatedNet
 from tests.on_torch.recorder.test_parallelism import FINE, LENGTH, SAMPLES, WORDS, Net, divide
-from torch_backend.recorder import Recorder, _model_view, _sharding_libraries
+from torch_backend.recorder import Recorder, _model_view, _sharding_libraries, _unit_meshes
 
 PACKAGES: dict[str, Any] = {"ours": ours, "torch": theirs}
 Meshes = dict[str, DeviceMesh]
@@ -225,3 +226,37 @@ def test_an_unknown_layout_costs_no_more_than_its_parameters(ranks, recordings, 
     found = compare(one, two)
     assert found.verdict in FINE, found
     assert any("embed.weight, which two did not record" in note for note in found.notes) == bool(lost), found.notes
+
+
+def train_on_halves(rank: int, _: int, directory: str, trains: tuple[int, ...], options: Any) -> None:
+    """Each half of the ranks shards a model of its own, and has other samples."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("halves", "shard"))
+    if rank not in trains:
+        return
+    torch.manual_seed(0)
+    model = PACKAGES[options].fully_shard(nn.Linear(4, 2).double(), mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(directory, model=model, optimizer=optimizer) as recorder:
+        model(torch.full((2, 4), 1.0 + rank).double()).square().mean().backward()
+        optimizer.step()
+        recorder.step()
+
+
+@pytest.mark.parametrize("whose", PACKAGES)
+def test_ranks_that_fully_shard_was_not_given_are_replicas_that_differ(ranks, tmp_path, whose):
+    ranks.run(4, partial(train_on_halves, directory=str(tmp_path / "out"), trains=(0, 1, 2, 3), options=whose))
+    recording = Recording.open(tmp_path / "out")
+    assert (recording.manifest.mesh.replicate, recording.manifest.mesh.shard) == (2, 2)
+    assert len(recording.batch(0, 0).sample_ids) == 2
+    said = [each.describe() for each in inspect(recording).disagreements]
+    assert any("the reduced gradient of 'weight' differs between ranks 0, 2" in each for each in said), said
+
+
+def test_ranks_that_train_nothing_are_not_waited_for_long(ranks, tmp_path):
+    ranks.run(4, partial(_alone, directory=str(tmp_path / "out")))
+    assert Recording.open(tmp_path / "out").manifest.world_size == 2
+
+
+def _alone(rank: int, world_size: int, directory: str) -> None:
+    with mock.patch.object(_unit_meshes, "_SECONDS", 1):
+        train_on_halves(rank, world_size, directory, (0, 1), "ours")
