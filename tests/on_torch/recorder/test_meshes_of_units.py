@@ -260,3 +260,21 @@ def test_ranks_that_train_nothing_are_not_waited_for_long(ranks, tmp_path):
 def _alone(rank: int, world_size: int, directory: str) -> None:
     with mock.patch.object(_unit_meshes, "_SECONDS", 1):
         train_on_halves(rank, world_size, directory, (0, 1), "ours")
+
+
+@pytest.mark.parametrize("whose", PACKAGES)
+def test_a_model_computes_in_the_dtype_of_its_units_if_the_root_has_no_parameters(tmp_path, whose):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        package = PACKAGES[whose]
+        model = nn.Sequential(nn.Linear(4, 2))
+        for module in (model[0], model):
+            package.fully_shard(module, mp_policy=package.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Recorder(tmp_path / "out", model=model, optimizer=optimizer) as recorder:
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            recorder.step()
+    finally:
+        dist.destroy_process_group()
+    assert Recording.open(tmp_path / "out").manifest.dtype == "bfloat16"

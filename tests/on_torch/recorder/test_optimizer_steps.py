@@ -132,3 +132,28 @@ def test_optimizers_may_step_in_backward(tmp_path, run):
     assert run(PLAIN, directory=str(tmp_path / "a")) == run(IN_BACKWARD, directory=str(tmp_path / "b")) == 0
     found = compare(*(Recording.open(tmp_path / name) for name in "ab"))
     assert found.verdict is Verdict.EQUAL and not any("not compared" in note for note in found.notes)
+
+
+# Hooks step a parameter as soon as its gradient has come, and clear the gradient, as optimi's `prepare_for_gradient_release` does.
+RELEASED = """
+class Released(torch.optim.AdamW):
+    def step(self, param=None):
+        groups = self.param_groups
+        if param is not None:
+            self.param_groups = [{**groups[0], "params": [param]}]
+            super().step()
+            self.param_groups, param.grad = groups, None
+model = net()
+optimizer = Released(model.parameters(), 1e-2)
+for each in model.parameters():
+    each.register_post_accumulate_grad_hook(lambda param: optimizer.step(param=param))
+"""
+
+
+def test_parameters_that_hooks_step_one_by_one_are_one_step(run, tmp_path):
+    assert run(PLAIN, directory=str(tmp_path / "plain"), every=1) == 0
+    assert run(RELEASED + STEP, directory=str(tmp_path / "released"), every=1) == 0
+    plain, released = (Recording.open(tmp_path / name) for name in ("plain", "released"))
+    found = compare(plain, released)
+    assert released.num_steps == plain.num_steps and found.verdict is Verdict.EQUAL, found.reason
+    assert all(released.has("reduce", 1, name) for name in plain.manifest.params)

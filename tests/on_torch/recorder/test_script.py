@@ -823,6 +823,21 @@ def test_a_step_is_recorded_whatever_computes_its_gradients(run, tmp_path, way):
             np.testing.assert_allclose(other.full("update", step, name), plain.full("update", step, name), atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_block_that_is_compiled_without_graph_breaks_is_recorded(run, tmp_path):
+    """A module that dynamo skips is compiled by the __call__ that it has when the script compiles it."""
+    compiled = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+model[1] = torch.compile(checkpoint_wrapper(model[1]), fullgraph=True, backend="aot_eager")
+"""
+    torch._dynamo.reset()
+    batches = "\nfor x in torch.randn(3, 6, 4).double():\n    step(x)\n"
+    for name, text in (("plain", ""), ("compiled", compiled)):
+        assert run(STEPS + text + batches, every=1, directory=str(tmp_path / name)) == 0
+    found = compare(Recording.open(tmp_path / "plain"), Recording.open(tmp_path / "compiled"))
+    assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
+
+
 # An optimizer for each parameter, made after its first gradient, and parts of parts that are called, as in pyro's examples.
 MADE_LATE = """
 class Autoencoder(nn.Module):
