@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from crossframe.replacing import subclasses_of
 from crossframe.scripts import held_in
-from torch_backend.recorder._module_tree import LARGEST_IN_FULL, inner_modules, lacks_forward, named_buffers
+from torch_backend.recorder._module_tree import LARGEST_IN_FULL, inner_modules, lacks_forward, named_buffers, reshard
 
 _MOST_BESIDE = 4
 """Modules beside the model are recorded if they have at most this many times its elements."""
@@ -47,9 +47,9 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
         if it is in a single one that has a forward and does not call it in another method.
     """
     modules = list(made_modules())
-    found = outermost([each for each in modules if _is_trained(each, wanted.keys())])
-    have = _ids_of(found)
-    loose = [tensor for i, tensor in wanted.items() if i not in have]
+    found, loose = _trained_in(modules, wanted)
+    if loose and sum(map(reshard, outermost(modules))):  # those that an evaluation has left unsharded
+        found, loose = _trained_in(modules, wanted)
     if loose and not _ids_of(modules).isdisjoint(map(id, loose)):
         return None
     if part is not None and not found and next(part.parameters(), None) is not None:
@@ -60,6 +60,13 @@ def models_together(part: nn.Module | None, wanted: Mapping[int, Tensor], caller
         is_whole = part is None or lacks_forward(found[0]) or (id(found[0]) in callers and found[0] is not part)
         return found[0] if is_whole else None
     return ModelsTogether(_by_name([*found, *loose]))
+
+
+def _trained_in(modules: Sequence[nn.Module], wanted: Mapping[int, Tensor]) -> tuple[list[nn.Module], list[Tensor]]:
+    """The outermost modules that optimizers train, and parameters of optimizers that are in none of these."""
+    found = outermost([each for each in modules if _is_trained(each, wanted.keys())])
+    have = _ids_of(found)
+    return found, [tensor for i, tensor in wanted.items() if i not in have]
 
 
 def whole_of(part: nn.Module, wanted: Sequence[Set[int]], callers: Set[int]) -> nn.Module | None:
@@ -135,10 +142,15 @@ def _by_name(members: Sequence[nn.Module | Tensor]) -> dict[str, nn.Module | Ten
     return dict(sorted(found.items()))
 
 
+_OWN = f"{__name__.partition('.')[0]}."
+
+
 def _variables() -> dict[int, str]:
     """The names of the script's variables and attributes that hold modules or tensors, by the id of the value."""
     variables: dict[int, str] = {}
     for frame, _ in walk_stack(sys._getframe(1)):
+        if frame.f_globals.get("__name__", "").startswith(_OWN):
+            continue
         for name, value in frame.f_locals.items():
             for inner, held in _held_by(name, value):
                 if isinstance(held, nn.Module | Tensor):

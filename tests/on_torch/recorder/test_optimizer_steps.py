@@ -134,7 +134,7 @@ def test_optimizers_may_step_in_backward(tmp_path, run):
     assert found.verdict is Verdict.EQUAL and not any("not compared" in note for note in found.notes)
 
 
-# Hooks step a parameter as soon as its gradient has come, and clear the gradient, as optimi's `prepare_for_gradient_release` does.
+# Hooks step a parameter once its gradient has come, and clear the gradient, as optimi's `prepare_for_gradient_release` does.
 RELEASED = """
 class Released(torch.optim.AdamW):
     def step(self, param=None):

@@ -838,6 +838,42 @@ model[1] = torch.compile(checkpoint_wrapper(model[1]), fullgraph=True, backend="
     assert found.verdict in (Verdict.EQUAL, Verdict.ROUNDING), found.reason
 
 
+# An evaluation leaves the root of the critic unsharded, whose parameters are then not those of the optimizer.
+EVALUATED_BEFORE = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    models = {name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)) for name in ("actor", "critic")}
+    for name in models:
+        fully_shard(models[name][0])
+        fully_shard(models[name])
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models.values()]
+    for x in torch.randn(3, 6, 4):
+        with torch.no_grad():
+            target = models["critic"](x)
+        models["actor"](x).square().mean().backward()
+        (models["critic"](x) - target + 1).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_model_that_an_evaluation_has_left_unsharded_is_recorded_with_the_others(run, tmp_path):
+    assert run(EVALUATED_BEFORE, every=1) == 0
+    recording = Recording.open(tmp_path / "out")
+    names = {
+        f"{model}.{layer}.{kind}" for model in ("actor", "critic") for layer in "02" for kind in ("weight", "bias")
+    }
+    assert recording.num_steps == 3 and set(recording.manifest.params) == names
+    assert set(recording.manifest.unit_of.values()) == {"actor", "actor.0", "critic", "critic.0"}
+
+
 # An optimizer for each parameter, made after its first gradient, and parts of parts that are called, as in pyro's examples.
 MADE_LATE = """
 class Autoencoder(nn.Module):
