@@ -157,7 +157,7 @@ def _compare(
                 return replace(apart, verdict=Verdict.ROUNDING, notes=(*apart.notes, note))
     if (where.phase, where.event) != (FORWARD, "loss"):
         return found
-    if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b):
+    if a.manifest.world_size == 1 or not is_by_rank(a, b) or not can_be_joined(a, b, in_place=True):
         return found
     joined = _compare_ranks(a, b, naming, sketched, repeats, bitwise, by_rank=False)
     if joined.verdict not in (Verdict.EQUAL, Verdict.ROUNDING):

@@ -26,9 +26,13 @@ def are_redistributed(a: Recording, b: Recording) -> bool:
     return can_be_joined(a, b)
 
 
-def can_be_joined(a: Recording, b: Recording) -> bool:
-    """Whether the values of all ranks together can be compared, instead of those of each rank."""
-    if any(recording.manifest.settings.get(PER_RANK) for recording in (a, b)):
+def can_be_joined(a: Recording, b: Recording, *, in_place: bool = False) -> bool:
+    """Whether the values of all ranks together can be compared, instead of those of each rank.
+
+    Args:
+        in_place: each rank has the same samples in both, so that statistics of a rank's samples are the same.
+    """
+    if not in_place and any(recording.manifest.settings.get(PER_RANK) for recording in (a, b)):
         return False
     return not any(reason for step in common_steps(a, b) for reason in other_samples(a, b, step, ("a", "b")))
 

@@ -63,19 +63,23 @@ def test_values_that_changed_on_their_rank_were_not_moved():
 
 
 @pytest.mark.parametrize(
-    ("others", "verdict"),
+    ("others", "settings", "verdict"),
     [
-        pytest.param({0: 0.5, 1: -0.5}, Verdict.ROUNDING, id="one mean"),
-        pytest.param({0: 0.5, 1: -0.25}, Verdict.BUG, id="another mean"),
+        pytest.param({0: 0.5, 1: -0.5}, {}, Verdict.ROUNDING, id="one mean"),
+        pytest.param(
+            {0: 0.5, 1: -0.5}, {PER_RANK: ["blocks.0"]}, Verdict.ROUNDING, id="statistics of each rank's samples"
+        ),
+        pytest.param({0: 0.5, 1: -0.25}, {}, Verdict.BUG, id="another mean"),
     ],
 )
-def test_ranks_may_share_a_loss_otherwise(tmp_path, others, verdict):
+def test_ranks_may_share_a_loss_otherwise(tmp_path, others, settings, verdict):
     """If its mean over ranks agrees, and so do reduced gradients, as where each rank has the loss of its own samples."""
 
     def tamper(phase, step, rank, name, array):
         return array + others.get(rank, 0.0) if (phase, name) == ("forward", "") else array
 
-    a, b = synthetic.record(tmp_path / "a"), synthetic.record(tmp_path / "b", tamper=tamper)
+    made = synthetic.manifest(settings=settings)
+    a, b = synthetic.record(tmp_path / "a", made), synthetic.record(tmp_path / "b", made, tamper=tamper)
     found = compare(a, b)
     assert found.verdict is verdict, found.reason
     assert any("ranks share the loss otherwise" in note for note in found.notes) is (verdict is Verdict.ROUNDING)
