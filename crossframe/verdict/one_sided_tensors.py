@@ -30,6 +30,8 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
         have = [_has_any(side, phase, pair.steps[:_STEPS]) for side in (pair.a, pair.b)]
         if have[0] != have[1]:
             yield f"{words}, which {names[have.index(True)]} alone recorded, are not compared"
+        elif all(have) and phase == BACKWARD:
+            yield from _local_grads(pair, names)
     if own:
         yield from _activations(pair, names)
     have = [any(side.buffers(step) for step in pair.steps[:_STEPS]) for side in (pair.a, pair.b)]
@@ -45,6 +47,19 @@ def recorded_on_one_side(pair: Pair, names: tuple[str, str], *, own: bool) -> It
         if alone and all(known):
             yield _not_compared(f"the buffer {alone[0]!r}", len(alone) - 1, "buffer", name)
     yield from _updates(pair, names)
+
+
+def _local_grads(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
+    of_params, lacking = pair.names(backward=True), dict[str, int]()
+    for step in pair.steps[:_STEPS]:
+        if all(any(side.has(BACKWARD, step, name) for name in of_params) for side in (pair.a, pair.b)):
+            found = {
+                name: pair.lacks_local_grad(step, name) for name in of_params if pair.any_has(BACKWARD, step, name)
+            }
+            lacking |= {name: side for name, side in found.items() if side is not None}
+    for side in (0, 1):
+        if without := [name for name, lacks in lacking.items() if lacks == side]:
+            yield _not_compared(f"the local gradient of {without[0]!r}", len(without) - 1, "parameter", names[1 - side])
 
 
 def _not_compared(first: str, num_more: int, noun: str, name: str, *, verb: str = "is") -> str:

@@ -465,6 +465,8 @@ def _local_grads(pair: Pair, step: int) -> Iterator[Group]:
     ranks, by = range(pair.a.manifest.world_size), _undone(scaled_on_one_side(pair, step))
     typical = [pair.typical_local(step, rank) for rank in ranks]
     for name in names:
+        if pair.lacks_local_grad(step, name) is not None:
+            continue
         group = []
         for rank in ranks:
             sides = pair.rank_values(BACKWARD, step, rank, name)

@@ -9,7 +9,7 @@ import numpy as np
 
 from crossframe.dtypes import coarser, unit_roundoff
 from crossframe.recording import Recording, common_steps
-from crossframe.recording.event_format import BACKWARD, PARAMETERS, UPDATE
+from crossframe.recording.event_format import BACKWARD, PARAMETERS, REDUCE, UPDATE
 from crossframe.verdict.measure.bounds_by_dtype import Bounds, bounds_for
 from crossframe.verdict.measure.metrics import distance, norm, root_mean_square
 from crossframe.verdict.measure.quantities import finite
@@ -141,6 +141,15 @@ class Pair:
             for recording, replica in zip((self.a, self.b), replicas, strict=True)
         )
         return match_values(*sides, by_sketch=self.sketched)
+
+    def lacks_local_grad(self, step: int, name: str) -> int | None:
+        """The recording, 0 or 1, that has no local gradient of a parameter on any rank although the reduced one is not zero: its
+        recorder could not follow the parameter, as in a compiled module. None: neither; a gradient that is lacking is zero."""
+        lacking = [side for side, each in enumerate((self.a, self.b)) if not each.has(BACKWARD, step, name)]
+        if not lacking or not self.has(REDUCE, step, name):
+            return None
+        reduced = self.assemble(REDUCE, step, name, (0, 0))[:2]
+        return next((side for side in lacking if np.any(reduced[side])), None)
 
     def rank_values(self, phase: str, step: int, rank: int, name: str) -> Sides:
         """Both sides of a rank's own full tensor for a parameter."""

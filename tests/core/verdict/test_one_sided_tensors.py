@@ -51,6 +51,13 @@ def test_tensors_that_one_side_lacks_are_named(tmp_path, monkeypatch, method, wh
     ("method", "dropped", "what"),
     [
         pytest.param("updated", lambda *args: args[0] > 0, "the parameters after step 1 and 1 more step", id="steps"),
+        # As of a module that is compiled.
+        pytest.param(
+            "local_grads",
+            lambda *args: args[1] == "block",
+            "the local gradient of 'block.k_bias' and 1 more parameter",
+            id="gradients",
+        ),
         pytest.param(
             "activation",
             lambda *args: args[2] == "block",
