@@ -244,7 +244,9 @@ def again_in(command: Sequence[str]) -> dict[str, Any]:
 def _stated_by_ranks(directory: Path) -> dict[str, Any]:
     """The options with which a script that was not recorded is to run again, as all ranks state them, or that of this process;
     {} if none does, or they differ. Deletes the files."""
-    pattern = run_again_file(directory, os.environ.get("RANK", "*"))
+    process = launched()
+    rank = os.environ.get("RANK", "*") if process is None else str(process.number)
+    pattern = run_again_file(directory, rank)
     paths = sorted(directory.glob(pattern.name))
     found = [json.loads(path.read_text()) for path in paths]
     for path in paths:

@@ -177,7 +177,7 @@ class ModelRanks:
         return joined(parts, dim, runs), None
 
     def _gathered(self, value: DTensor) -> Tensor | None:
-        """A DTensor, gathered over the dims of its mesh along which model ranks lie. None if not samples are along others."""
+        """A DTensor, gathered over the dims of its mesh along which model ranks lie. None if others divide more than samples."""
         mesh = value.device_mesh
         placements = [
             Replicate() if {*dist.get_process_group_ranks(mesh.get_group(dim))} <= {*self.ranks} else placement

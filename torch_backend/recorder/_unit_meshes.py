@@ -2,18 +2,20 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from torch_backend.recorder._model_ranks import Axes
 
 _SECONDS = 30
-# Calls of this process, by store and names of parameters.
-_exchanges: dict[tuple[Any, str], int] = {}
+# By store how often this process has asked for copies of a model.
+_exchanges: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +92,9 @@ class Place:
             return self
         digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
         store: Any = dist.distributed_c10d._get_default_store()
-        number = _exchanges[store, digest] = _exchanges.get((store, digest), 0) + 1
-        keys = [f"crossframe/copies/{digest}/{number}/{rank}" for rank in range(world.size())]
+        asked = _exchanges.setdefault(store, Counter())
+        asked[digest] += 1
+        keys = [f"crossframe/copies/{digest}/{asked[digest]}/{rank}" for rank in range(world.size())]
         store.set(keys[world.rank()], json.dumps([dist.get_process_group_ranks(group) for group in self.groups]))
         try:
             store.wait(keys, timedelta(seconds=_SECONDS))

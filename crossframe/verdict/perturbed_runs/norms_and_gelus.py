@@ -119,9 +119,7 @@ class Recogniser:
         if (norm := self._norms[y.name]) is None:
             return Estimates()
         channels = y.a.shape[_channel_dim(norm)]
-        if (
-            self._num_channels.setdefault(y.name, channels) != channels
-        ):  # such as positions, which sequences have more or less of
+        if self._num_channels.setdefault(y.name, channels) != channels:  # but positions, for instance
             self._norms[y.name] = None
             return Estimates()
         dtype, gains = coarser(*y.dtypes), np.array([*_gains(x.a, y.a, norm), *_gains(x.b, y.b, norm)])
